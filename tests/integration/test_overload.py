@@ -117,20 +117,6 @@ async def test_client_service_serves_or_refuses_three_times_its_capacity(swarm: 
     assert await sample(swarm.clients[0].metrics_port, "corolla_num_requests_waiting") == 0
 
 
-async def test_a_refusal_comes_at_once_and_says_when_to_come_back(swarm: Swarm) -> None:
-    request = pb.GenerateRequest(text=PROMPT, stopping=pb.StoppingParameters(max_tokens=NUM_TOKENS, ignore_eos=True))
-    with held_up(swarm.servers[0]):
-        tasks = await fill(swarm, Visitors(swarm))
-        async with open_channel(swarm.address) as channel:
-            refused = await refusal(channel, "GenerateStream", request, api_key=KEYS["ada"])
-        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-        assert refused.retry_after_s > 0
-        # The refusal waited for no other request: all places are still taken.
-        assert not any(task.done() for task in tasks)
-    await asyncio.gather(*tasks)
-    await swarm.until_empty()
-
-
 def a_request(text: str = PROMPT, **stopping: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, stopping=pb.StoppingParameters(**stopping))
 
@@ -351,31 +337,3 @@ async def test_a_flood_of_one_tenant_is_no_fault_of_the_service(swarm: Swarm) ->
         assert (await refusal(channel, "Generate", too_large, api_key=KEYS["ada"])).reason == reason
     after = {fault: await failed(swarm, fault) for fault in ("caller", "service")}
     assert after == {"caller": before["caller"] + 3, "service": before["service"]}
-
-
-async def test_a_flood_of_one_tenant_does_not_shut_out_another(swarm: Swarm) -> None:
-    visitors = Visitors(swarm)
-    with held_up(swarm.servers[0]):
-        tasks = await fill(swarm, visitors)
-        tasks.append(asyncio.create_task(visitors.visit("bob")))
-        await until(partial(are_refused, visitors, 1))
-    await asyncio.gather(*tasks)
-    assert visitors.refused == {"ada": 1}
-    # Bob had none running, so the first place that became free was his.
-    assert visitors.order.index("bob") <= NUM_RUNNING + 1
-    await swarm.until_empty()
-
-
-@pytest.mark.kind
-async def test_a_caller_that_gives_up_waiting_leaves_no_gap(swarm: Swarm) -> None:
-    visitors = Visitors(swarm)
-    with held_up(swarm.servers[0]):
-        tasks = await fill(swarm, visitors)
-        for task in tasks[NUM_RUNNING:]:
-            task.cancel()
-        await asyncio.wait(tasks[NUM_RUNNING:])
-        await until(partial(is_held, swarm, NUM_RUNNING))
-    await asyncio.gather(*tasks[:NUM_RUNNING], *(visitors.visit("bob") for _ in range(NUM_RUNNING)))
-    assert Counter(visitors.order)["bob"] == NUM_RUNNING
-    assert not visitors.refused
-    await swarm.until_empty()

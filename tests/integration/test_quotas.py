@@ -14,14 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from corolla.chain.control import ControlPlane
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import QuotaExceeded, SettingsError
-from corolla.chassis.settings import load
+from corolla.chassis.errors import QuotaExceeded
 from corolla.client.bounds import ClientBounds
 from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
-from corolla.client.service import ClientService
-from corolla.client.settings import ClientSettings
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import generation_pb2_grpc
 from tests.integration.metrics import sample
@@ -144,12 +141,6 @@ async def test_no_more_requests_begin_than_a_second_allows(swarm: Swarm) -> None
         quota, wait_s = quota_of(refusal_of(each))
         assert quota == "requests_per_second"
         assert 0 < wait_s <= 1
-
-
-async def test_who_waits_as_long_as_it_is_asked_to_is_answered(swarm: Swarm) -> None:
-    for _ in range(3):
-        await asyncio.sleep(1.1)
-        assert len((await answer(swarm, "hasty", asking())).completions) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,13 +284,6 @@ async def test_an_answer_ends_when_its_seconds_are_over(swarm: Swarm) -> None:
     assert len(answered.completions[0].token_ids) < LONG
 
 
-async def test_refusals_are_counted_by_quota(swarm: Swarm) -> None:
-    await refused(swarm, "large", asking(max_tokens=98))
-    port = swarm.clients[0].metrics_port
-    assert await sample(port, "corolla_quota_refusals_total", quota="reserved_tokens") >= 1
-    assert await sample(port, "corolla_local_quota_takes_total") == 0
-
-
 async def test_a_changed_file_counts_and_one_that_makes_no_sense_does_not(swarm: Swarm, tmp_path: Path) -> None:
     file = tmp_path / "quotas"
     file.write_text("{}")
@@ -318,13 +302,6 @@ async def test_a_changed_file_counts_and_one_that_makes_no_sense_does_not(swarm:
     file.write_text("default: none")
     await asyncio.sleep(2.5)
     assert await is_refused()
-
-
-async def test_a_file_that_makes_no_sense_ends_the_start(tmp_path: Path, model: Path) -> None:
-    file = tmp_path / "quotas"
-    file.write_text('{"default": {"requests_per_minute": 3}}')
-    with pytest.raises(SettingsError, match=r"COROLLA_QUOTAS_FILE=.*default\.requests_per_minute"):
-        ClientService(load(ClientSettings, port=0, metrics_port=0, model=str(model), quotas_file=file))
 
 
 async def test_without_redis_each_client_service_enforces_its_share(tmp_path: Path, model: Path) -> None:

@@ -18,7 +18,7 @@ from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.refusals import is_taken, refusal
+from tests.integration.refusals import is_taken
 from tests.integration.swarm import Swarm, tiny_swarm
 from tests.integration.waiting import until
 
@@ -152,11 +152,6 @@ async def test_a_key_may_stand_twice_for_the_same_tenant(tmp_path: Path) -> None
     Tenants(keys_file)
 
 
-async def test_a_missing_file_of_keys_ends_the_start(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="cannot be read"):
-        ClientService(load(ClientSettings, port=0, metrics_port=0, api_keys_file=tmp_path / "none"))
-
-
 async def test_changed_keys_count_within_seconds_and_broken_files_change_nothing(swarm: Swarm, tmp_path: Path) -> None:
     keys_file = tmp_path / "keys"
     first, second = NewKey("acme", scopes=[Scope.CHAT]), NewKey("acme")
@@ -197,22 +192,3 @@ async def test_an_answer_ends_with_the_key_that_it_runs_under(swarm: Swarm, tmp_
         for _ in range(50):
             await anext(going)
         going.close()
-
-
-async def test_a_key_for_one_model_is_for_no_other(swarm: Swarm, tmp_path: Path) -> None:
-    keys_file = tmp_path / "keys"
-    here, elsewhere = NewKey("acme", models=["tiny"]), NewKey("acme", models=["large"])
-    keys_file.write_text(f"{here.record.line}\n{elsewhere.record.line}\n")
-    service = await swarm.add_client(api_keys_file=keys_file)
-    address = f"127.0.0.1:{service.port}"
-    async with AsyncClient(address, api_key=here.key) as one, AsyncClient(address, api_key=elsewhere.key) as other:
-        assert len((await one.generate([1, 2, 3], max_tokens=2, ignore_eos=True)).token_ids) == 2
-        with pytest.raises(ScopeDenied):
-            await other.generate([1, 2, 3], max_tokens=2)
-
-
-async def test_refusals_of_keys_say_how_and_no_more(swarm: Swarm) -> None:
-    async with open_channel(swarm.address) as channel:
-        refused = await refusal(channel, "ListModels", b"", api_key="key-of-nobody")
-        assert (refused.reason, refused.domain) == ("UNAUTHENTICATED", "corolla.dev")
-        assert "key-of-nobody" not in f"{refused.message}{refused.details}"

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 
 from corolla.chassis import audit
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import QuotaExceeded, ScopeDenied, SessionNotFound, SettingsError, Unauthenticated
+from corolla.chassis.errors import QuotaExceeded, ScopeDenied, SettingsError, Unauthenticated
 from corolla.chassis.settings import load
 from corolla.client.api.keys import NewKey
 from corolla.client.bounds import ClientBounds
@@ -131,19 +131,6 @@ async def test_a_bad_token_is_refused_before_the_request_is_read(swarm: Swarm, p
             metadata=[("authorization", f"Bearer {bad}")]
         )
         assert await asyncio.wait_for(call.code(), 5) is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_sessions_belong_to_the_tenant_that_the_token_names(swarm: Swarm, provider: IdentityProvider) -> None:
-    async with (
-        AsyncClient(swarm.address, api_key=provider.token()) as ada,
-        AsyncClient(swarm.address, api_key=provider.keys[1].sign(provider.claims())) as ada_again,
-        AsyncClient(swarm.address, api_key=provider.token(sub="eve")) as eve,
-    ):
-        session_id = (await ada.create_session()).session_id
-        assert (await ada_again.get_session(session_id)).session_id == session_id
-        with pytest.raises(SessionNotFound):
-            await eve.get_session(session_id)
-        await ada.delete_session(session_id)
 
 
 async def test_no_token_is_of_a_tenant_that_has_keys(swarm: Swarm, provider: IdentityProvider, tmp_path: Path) -> None:
@@ -329,18 +316,6 @@ async def test_known_keys_stay_in_force_while_the_issuer_is_away(swarm: Swarm, p
 
 async def _has_been_asked(provider: IdentityProvider, before: int) -> bool:
     return provider.num_requests > before
-
-
-async def test_keys_and_tokens_stand_next_to_each_other(
-    swarm: Swarm, provider: IdentityProvider, tmp_path: Path
-) -> None:
-    key, keys_file = NewKey("machines"), tmp_path / "keys"
-    keys_file.write_text(f"{key.record.line}\n")
-    service = await swarm.add_client(api_keys_file=keys_file)
-    address = f"127.0.0.1:{service.port}"
-    assert await is_taken(address, key.key)
-    assert await is_taken(address, provider.token())
-    assert not await is_taken(address, key.key[:-1])
 
 
 async def test_a_file_of_keys_needs_no_issuer(swarm: Swarm, provider: IdentityProvider, tmp_path: Path) -> None:
