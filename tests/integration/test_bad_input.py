@@ -483,29 +483,6 @@ async def test_bad_input_is_refused_before_a_hop_is_called_and_leaves_a_running_
     assert hop_calls.sessions == {running}
 
 
-@pytest.mark.parametrize("method", CHAT)
-@pytest.mark.full
-async def test_a_turn_on_a_session_that_runs_another_is_refused(
-    method: str, swarm: Swarm, channel: grpc.aio.Channel
-) -> None:
-    async with swarm.connect() as client, client.chat() as alone, client.chat() as session:
-        options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
-        undisturbed = await alone.send("the thin man", **options)
-        running = await session.stream("the thin man", **options)
-        token_ids = list((await anext(running)).token_ids)
-        session_id = await session.open()
-        request = chat(("user", "hi"), session_id=session_id)
-        refused = await refusal(channel, method, request, api_key=MINE)
-        assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
-        assert refused.retry_after_s > 0
-        refused = await refusal(channel, "DeleteSession", pb.DeleteSessionRequest(session_id=session_id), api_key=MINE)
-        assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
-        assert (await client.get_session(session_id)).busy
-        async for chunk in running:
-            token_ids.extend(chunk.token_ids)
-    assert tuple(token_ids) == undisturbed.token_ids
-
-
 async def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
     model = make_tiny_checkpoint("llama", tmp_path / "plain")
     for template in model.glob("chat_template*"):

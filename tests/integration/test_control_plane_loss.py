@@ -173,7 +173,7 @@ def _after(event: asyncio.Event, commit: Callable[[Turn], Awaitable[None]]) -> C
     return waiting
 
 
-@pytest.mark.parametrize("fault", quick(FAULTS, "frozen"))
+@pytest.mark.parametrize("fault", quick(FAULTS, "frozen", kinds=["router killed"]))
 async def test_running_answers_do_not_notice_a_control_plane_outage_and_routes_come_back(
     tmp_path: Path, model: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from corolla.block_server.registration import Registration
 from corolla.block_server.service import BlockServer
-from corolla.chassis.errors import NoChain
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
@@ -137,23 +136,6 @@ async def test_a_conversation_deleted_during_its_handover_is_freed_on_both_serve
 
         monkeypatch.setattr(Registration, "move_session", delete_and_move)
         await asyncio.wait_for(swarm.servers.pop(1).stop(), 60)
-        await swarm.until_empty()
-
-
-@pytest.mark.full
-async def test_without_a_peer_a_server_serves_until_its_time_is_over(tmp_path: Path, model: Path) -> None:
-    async with (
-        Swarm(tmp_path, model, ["0:2", "2:5"], server={"grace_s": 120.0}) as swarm,
-        swarm.connect() as client,
-    ):
-        answer, undisturbed = await begin(swarm, client, PROMPTS[0], OPTIONS)
-        leaving = swarm.servers.pop()
-        await asyncio.wait_for(leaving.stop(), 60)
-        # It ended by itself, and only then the server did.
-        assert (await answer).token_ids == undisturbed
-        assert (await answer).usage.recoveries == 0
-        with pytest.raises(NoChain):
-            await client.generate(PROMPTS[0], **OPTIONS)
         await swarm.until_empty()
 
 

@@ -2,26 +2,18 @@
 
 import contextlib
 import os
-import queue
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2
 
-from corolla import Client
 from corolla.chassis.failpoints import VARIABLE
 from corolla.chassis.lifecycle import EXIT_FAILED
-from corolla.local.options import StackOptions
 from corolla.local.ports import Ports, is_free
-from corolla.local.stack import Stack
-from corolla.local.supervisor import StackEvent
-from tests.checkpoints import make_tiny_checkpoint
 
 Answer = TypeVar("Answer")
 
@@ -61,29 +53,3 @@ def test_a_router_whose_placement_statistics_fail_reports_it_and_ends(redis_url:
     finally:
         router.kill()
         router.wait()
-
-
-@pytest.mark.full
-def test_servers_without_their_engines_are_started_again_and_no_token_changes(tmp_path: Path) -> None:
-    model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4)
-    events: queue.SimpleQueue[StackEvent] = queue.SimpleQueue()
-    options = StackOptions(
-        model=str(model), blocks="0:2,2:4", log_folder=tmp_path / "logs", environment={VARIABLE: "fail:engine:300"}
-    )
-    stack = Stack(options)
-    try:
-        stack.start(lambda event: events.put(event) if event.kind in ("problem", "recovered") else None)
-        with Client(stack.client_address) as client:
-            undisturbed = client.generate("the thin man", max_tokens=64, ignore_eos=True)
-            assert events.empty()
-            recoveries = 0
-            while not recoveries:
-                answer = client.generate("the thin man", max_tokens=64, ignore_eos=True)
-                assert answer.token_ids == undisturbed.token_ids
-                recoveries = answer.usage.recoveries
-        # The stack may notice that a server is back, or that the other one failed, later than the answer ends.
-        first, second = events.get(timeout=120), events.get(timeout=120)
-    finally:
-        stack.stop()
-    assert {first.source, second.source} <= {"server-1", "server-2"}
-    assert f"ended with status {EXIT_FAILED}; starting it again" in first.text

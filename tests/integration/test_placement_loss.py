@@ -15,12 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import NoChain, NonFiniteOutput, RouterUnavailable
+from corolla.chassis.errors import NoChain, NonFiniteOutput
 from corolla.client.bounds import ClientBounds
-from corolla.local.ports import Ports
-from corolla.router.service import RouterProcess
-from corolla.sdk.async_client import AsyncClient
-from corolla.sdk.streams import AsyncStream
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint
@@ -30,8 +26,6 @@ from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
 PROMPT = "the thin man"
-LONG_PROMPT = "the thin man in the inner tent " * 12
-OPTIONS: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -49,10 +43,6 @@ async def complaints() -> AsyncIterator[list[str]]:
     gc.collect()
     await asyncio.sleep(0)
     assert not heard
-
-
-async def rest_of(stream: AsyncStream) -> list[int]:
-    return [token_id async for chunk in stream for token_id in chunk.token_ids]
 
 
 def check_unavailable(refused: Refusal, reason: str) -> None:
@@ -99,53 +89,6 @@ async def test_no_complete_chain_names_the_uncovered_blocks_until_they_have_a_se
             assert len((await session.generate(PROMPT, max_tokens=4, ignore_eos=True)).token_ids) == 4
             await session.delete()
         await swarm.until_empty()
-
-
-@pytest.mark.full
-async def test_a_hop_lost_in_mid_answer_is_replaced_and_every_answer_goes_on(
-    tmp_path: Path, model: Path, complaints: list[str]
-) -> None:
-    async with (
-        Swarm(tmp_path, model, ["0:2", "2:5"], client={"prefill_chunk_tokens": 16}) as swarm,
-        swarm.connect() as client,
-    ):
-        texts = (PROMPT, LONG_PROMPT)
-        undisturbed = [(await client.generate(text, max_tokens=600, ignore_eos=True)).token_ids for text in texts]
-        # Two conversations that are the same so far.
-        sessions = [(await client.create_session()).session_id for _ in range(2)]
-        for session_id in sessions:
-            await client.generate(PROMPT, max_tokens=4, session=session_id)
-        turn: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
-        expected_turn = (await client.generate(PROMPT, session=sessions[0], **turn)).token_ids
-        answers = [
-            asyncio.create_task(client.generate(text, max_tokens=600, ignore_eos=True)) for text in texts for _ in "ab"
-        ]
-        answers.append(asyncio.create_task(client.generate(PROMPT, session=sessions[1], **turn)))
-        await until_sessions(swarm.servers[1], len(answers) + 1)
-        await swarm.add_server("2:5")
-        await swarm.crash(swarm.servers[1])
-        *given, given_turn = await asyncio.gather(*answers)
-        assert [each.token_ids for each in given] == [undisturbed[0]] * 2 + [undisturbed[1]] * 2
-        assert given_turn.token_ids == expected_turn
-        assert all(each.usage.recoveries == 1 and each.usage.stall_s > 0 for each in (*given, given_turn))
-        # The first hop had kept all outputs of the short texts, so only the lost span was computed again. It had found
-        # the beginning of the long texts in its cache, and had computed no outputs to keep.
-        port = swarm.clients[0].metrics_port
-        name = "corolla_session_recoveries_total"
-        assert await sample(port, name, cause="hop_unavailable", method="outputs") == 3
-        assert await sample(port, name, cause="hop_unavailable", method="tokens") == 2
-        assert await sample(port, name) == len(answers)
-        # What comes now finds its way, and an idle conversation goes on with what the first hop still holds of it.
-        again = await client.generate(PROMPT, max_tokens=600, ignore_eos=True)
-        assert (again.token_ids, again.usage.recoveries) == (undisturbed[0], 0)
-        both = [await client.generate(PROMPT, max_tokens=40, ignore_eos=True, session=each) for each in sessions]
-        assert both[0].token_ids == both[1].token_ids
-        assert (both[0].usage.recoveries, both[1].usage.recoveries) == (1, 0)
-        for session_id in sessions:
-            await client.delete_session(session_id)
-        swarm.servers.remove(lost := swarm.servers[1])
-        await swarm.until_empty()
-        await lost.stop()
 
 
 async def until_sessions(server: BlockServer, num_sessions: int) -> None:
@@ -209,51 +152,6 @@ async def test_a_server_that_stops_has_left_the_placement_for_good(tmp_path: Pat
             listed = {each.server.server_id for each in (await swarm.placement()).servers}
             assert listed == {swarm.servers[0].server_id}
             await asyncio.sleep(0.5)
-
-
-async def test_without_a_router_only_sessions_fail(tmp_path: Path, model: Path) -> None:
-    # A port that the system chose could be taken by another connection while the router is away.
-    router = {"port": Ports().free()}
-    async with Swarm(tmp_path, model, ["0:2", "2:5"], router=router) as swarm, swarm.connect() as client:
-        expected = await client.generate(PROMPT, **OPTIONS)
-        stream = client.stream(PROMPT, **OPTIONS)
-        first = await anext(stream)
-        settings = swarm.router.settings
-        await swarm.router.stop()
-        assert (*first.token_ids, *await rest_of(stream)) == expected.token_ids
-        again = await asyncio.gather(*(client.generate(PROMPT, **OPTIONS) for _ in range(3)))
-        assert all(each.token_ids == expected.token_ids for each in again)
-        assert (await client.models())[0].ready
-        with pytest.raises(RouterUnavailable) as caught:
-            await client.create_session()
-        assert caught.value.retry_after_s
-        await swarm.until_empty()
-
-        swarm.router = RouterProcess(settings)
-        await swarm.router.start()
-        # Leases ran out meanwhile; the servers come back by themselves.
-        await until(lambda: both_are_placed(swarm))
-        await swarm.until_ready()
-        # The client service pauses between its attempts to reach the router.
-        await until(lambda: makes_sessions(client))
-        async with client.chat() as chat:
-            await chat.send(PROMPT, max_tokens=4)
-            assert (await chat.send(PROMPT, max_tokens=4)).usage.cached_tokens > 0
-
-
-async def makes_sessions(client: AsyncClient) -> bool:
-    try:
-        await client.delete_session((await client.create_session()).session_id)
-    except RouterUnavailable:
-        return False
-    return True
-
-
-async def both_are_placed(swarm: Swarm) -> bool:
-    try:
-        return len((await swarm.placement()).cheapest_chain.hops) == 2
-    except grpc.aio.AioRpcError:
-        return False
 
 
 async def test_a_non_finite_output_becomes_an_error_and_never_a_token(tmp_path: Path) -> None:

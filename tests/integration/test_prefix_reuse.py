@@ -205,16 +205,6 @@ async def test_a_request_with_the_whole_conversation_reuses_the_answers_pages(
         log += [*answer.token_ids, *some_tokens(10, seed + 1 + turn)]
 
 
-async def test_a_conversation_reuses_the_pages_of_anothers_answers(stack: Stack, client: AsyncClient) -> None:
-    prompt = some_tokens(50, seed=16)
-    async with client.session() as session:
-        first = await session.generate(prompt, **GREEDY)
-    log = [*prompt, *first.token_ids, 7]
-    answer = await client.generate(log, **GREEDY)
-    assert answer.usage.cached_tokens == 2 * PAGE_TOKENS
-    assert answer.token_ids == tuple(stack.truth(log))
-
-
 async def test_a_cancelled_answer_leaves_only_valid_cached_pages(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(90, seed=17)
     truth = stack.truth(prompt, 200)

@@ -1,6 +1,5 @@
 """Conversations: what their turns process, and what happens when hops have forgotten them."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import OutOfPages, SessionBusy, SessionNotFound
+from corolla.chassis.errors import SessionBusy
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason, Reply
 from corolla.v1 import generation_pb2 as pb
@@ -160,16 +159,6 @@ async def test_a_session_of_text_is_one_text(client: AsyncClient) -> None:
     assert len(whole.token_ids) == len(more.token_ids) == 8
 
 
-async def test_a_deleted_session_is_free_on_every_hop_at_once(swarm: Swarm, client: AsyncClient) -> None:
-    async with client.session() as session:
-        await session.generate("the thin man", **GREEDY)
-        assert [status.num_sessions for status in await swarm.statuses()] == [1, 1]
-        session_id = await session.open()
-    await swarm.until_empty()
-    with pytest.raises(SessionNotFound):
-        await client.get_session(session_id)
-
-
 async def test_idle_conversations_make_room_and_go_on_all_the_same(swarm: Swarm, client: AsyncClient) -> None:
     """More conversations than there are pages for: the caches of idle ones go, their texts stay."""
     prompt = "the thin man in the inner tent " * 9
@@ -198,32 +187,3 @@ async def test_a_session_that_does_not_fit_is_refused_and_leaves_nothing(swarm: 
             assert refused.retry_after_s > 0
             assert refused.details["QuotaFailure"].violations
             await swarm.until_empty()
-
-
-async def test_too_many_at_a_time_are_refused_before_they_take_anything(swarm: Swarm) -> None:
-    service = await swarm.add_client(max_running_requests=1, max_waiting_requests=0)
-    async with AsyncClient(f"127.0.0.1:{service.port}") as busy, open_channel(busy.address) as channel:
-        stream = busy.stream("the thin man", max_tokens=300, ignore_eos=True)
-        await anext(stream)
-        refused = await refusal(channel, "Generate", pb.GenerateRequest(text="the thin man"))
-        assert (refused.code, refused.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-        assert refused.retry_after_s > 0
-        assert sum([1 async for _ in stream]) > 0
-        assert (await busy.generate("the thin man", max_tokens=2)).token_ids
-    await swarm.until_empty()
-    await swarm.clients.pop().stop()
-
-
-@pytest.mark.full
-async def test_many_conversations_at_a_time_each_equal_their_solo_run(swarm: Swarm, client: AsyncClient) -> None:
-    seeds = range(6)
-    short: dict[str, Any] = {"max_tokens": 10, "temperature": 1.0}
-    alone = [await converse(client, **short, seed=seed) for seed in seeds]
-    together = await asyncio.gather(*(converse(client, **short, seed=seed) for seed in seeds))
-    for one, other in zip(alone, together, strict=True):
-        assert [reply.token_ids for reply in one] == [reply.token_ids for reply in other]
-
-
-async def test_pages_that_never_come_are_a_typed_error(client: AsyncClient) -> None:
-    with pytest.raises(OutOfPages):
-        await client.generate("the thin man", max_tokens=450, ignore_eos=True, n=8)

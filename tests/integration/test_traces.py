@@ -264,18 +264,6 @@ async def test_a_trusted_callers_trace_goes_on(tmp_path: Path, model: Path) -> N
             assert {each.span.trace_state for each in pieces} == {"vendor=1"}
 
 
-@pytest.mark.parametrize(
-    "parent", ["", "00", "00-" + 32 * "0" + "-" + CALLERS_SPAN + "-01", "\u00a0", "x" * 2048], ids=range(5)
-)
-async def test_what_is_no_trace_is_ignored(tmp_path: Path, model: Path, collector: TraceCollector, parent: str) -> None:
-    async with swarm_of(tmp_path, model, SPANS, trace_callers=True) as swarm:
-        # Above 8 KiB of metadata, gRPC refuses some calls at random.
-        await call(swarm, {"traceparent": parent.encode("ascii", "replace").decode(), "tracestate": "x" * 4096})
-        (request,) = await ended(collector)
-        assert not request.span.parent_span_id
-        assert not request.span.links
-
-
 @pytest.mark.full
 def test_processes_send_the_trace_of_an_answer_that_survived_a_kill(tmp_path: Path, model: Path) -> None:
     """The whole tree, of all processes, over their own exporters."""

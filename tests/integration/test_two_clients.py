@@ -10,7 +10,6 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Reply
 from corolla.v1 import generation_pb2 as pb
 from tests.integration.gates import held_up
-from tests.integration.metrics import sample
 from tests.integration.refusals import refusal
 from tests.integration.swarm import Swarm, tiny_swarm
 
@@ -36,8 +35,13 @@ async def converse(clients: list[AsyncClient], order: list[int], **options: Any)
 
 @pytest.mark.parametrize(
     "order, options",
-    [([0, 1, 0, 1], {}), ([0, 0, 1, 1], {"temperature": 1.0, "seed": 4}), ([1, 0, 0, 0], {})],
-    ids=["by turns", "seeded", "away and not back"],
+    [
+        ([0, 1, 0, 1], {}),
+        ([0, 0, 1, 1], {"temperature": 1.0, "seed": 4}),
+        ([0, 1, 1, 0], {"temperature": 1.0, "repetition_penalty": 1.3, "seed": 8}),
+        ([1, 0, 0, 0], {}),
+    ],
+    ids=["by turns", "seeded", "penalised", "away and not back"],
 )
 async def test_turns_through_either_are_the_same_conversation(
     clients: list[AsyncClient], order: list[int], options: dict[str, Any]
@@ -50,44 +54,19 @@ async def test_turns_through_either_are_the_same_conversation(
     assert all(reply.usage.cached_tokens > 0 for reply in got[1:])
 
 
-async def test_the_second_client_has_only_the_new_tokens_processed(swarm: Swarm, clients: list[AsyncClient]) -> None:
-    async def computed() -> list[float]:
-        return [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in swarm.servers]
-
-    session_id = (await clients[0].create_session()).session_id
-    first = await clients[0].generate(TURNS[0], session=session_id, **OPTIONS)
-    before = await computed()
-    second = await clients[1].generate(TURNS[1], session=session_id, **OPTIONS)
-    new = [now - then for now, then in zip(await computed(), before, strict=True)]
-    held = first.usage.prompt_tokens + first.usage.completion_tokens - 1
-    assert second.usage.cached_tokens == held
-    assert new == [second.usage.prompt_tokens - held + second.usage.completion_tokens - 1] * 2
-    await clients[1].delete_session(session_id)
-
-
-async def test_a_turn_is_drawn_alike_by_either_client(clients: list[AsyncClient]) -> None:
-    """Also where a penalty depends on the turn that the other client made."""
-    drawn: dict[str, Any] = {"temperature": 1.0, "repetition_penalty": 1.3, **OPTIONS}
-    answers = []
-    for order in ((0, 0), (0, 1)):
-        session_id = (await clients[0].create_session()).session_id
-        await clients[order[0]].generate(TURNS[0], session=session_id, seed=8, **drawn)
-        more = await clients[order[1]].generate(TURNS[1], session=session_id, seed=9, **drawn)
-        answers.append(more.token_ids)
-        await clients[0].delete_session(session_id)
-    assert answers[0] == answers[1]
-
-
 async def test_one_turn_at_a_time_whichever_client_it_runs_on(swarm: Swarm, clients: list[AsyncClient]) -> None:
     async with clients[0].chat() as chat, open_channel(swarm.address_of(1)) as channel:
         running = await chat.stream(TURNS[0], max_tokens=300, ignore_eos=True)
         await anext(running)
-        message = pb.ChatMessage(role="user", content="hi")
-        request = pb.ChatRequest(session_id=await chat.open(), messages=[message])
+        session_id = await chat.open()
+        turn = pb.ChatRequest(session_id=session_id, messages=[pb.ChatMessage(role="user", content="hi")])
+        deletion = pb.DeleteSessionRequest(session_id=session_id)
         with held_up(swarm.servers[0]):
-            refused = await refusal(channel, "Chat", request)
-        assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
-        assert refused.retry_after_s > 0
+            for method, request in (("Chat", turn), ("ChatStream", turn), ("DeleteSession", deletion)):
+                refused = await refusal(channel, method, request)
+                assert (refused.code, refused.reason) == (grpc.StatusCode.ABORTED, "SESSION_BUSY")
+                assert refused.retry_after_s > 0
+        assert [chunk async for chunk in running]
 
 
 async def test_conversations_survive_their_client_service(swarm: Swarm, clients: list[AsyncClient]) -> None:
