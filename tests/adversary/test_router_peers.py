@@ -148,22 +148,3 @@ async def test_servers_stay_while_a_release_goes_to_another_model(redis_url: str
         server.router = new
         await server.beat_in_full()
         assert (await refusal(BlockServer(new, model).register())).reason == "SPAN_REFUSED"
-
-
-async def test_no_server_changes_the_number_of_blocks_of_a_model_that_is_served(router: Router, model: str) -> None:
-    await BlockServer(router, model, capacity_blocks=30).join()
-    rogue = BlockServer(router, model, num_model_blocks=1, capacity_blocks=1)
-    assert (await refusal(rogue.register())).reason == "SPAN_REFUSED"
-
-
-@pytest.mark.parametrize("claimed", [float("inf"), float("nan"), -1.0, 2e9])
-async def test_speeds_that_are_none_are_refused(router: Router, model: str, claimed: float) -> None:
-    rogue = BlockServer(router, model, decode_tokens_per_second=claimed)
-    assert (await refusal(rogue.register())).reason == "INVALID_REQUEST"
-    server = BlockServer(router, model)
-    await server.join()
-    server.load.decode_step_seconds = claimed
-    assert (await refusal(server.beat())).reason == "INVALID_REQUEST"
-    server.load.decode_step_seconds = 0
-    server.load.decode_tokens_per_second = claimed
-    assert (await refusal(server.beat())).reason == "INVALID_REQUEST"

@@ -115,12 +115,6 @@ def test_block_servers_find_adapters_on_a_volume() -> None:
     assert "adapters" not in json.dumps([*pod_specs(render()).values()])
 
 
-def test_a_current_cluster_asks_for_grpc_health_by_itself() -> None:
-    specs = pod_specs(render())
-    for name in ("rel-corolla-router", "rel-corolla-client", "rel-corolla-block-server-main"):
-        assert "grpc" in specs[name]["containers"][0]["readinessProbe"]
-
-
 def test_a_pod_that_asks_for_certificates_is_asked_for_its_health_without_one() -> None:
     specs = pod_specs(render(TLS))
     for name, probed in (("router", "httpGet"), ("block-server-main", "httpGet"), ("client", "grpc")):
@@ -229,13 +223,6 @@ def test_every_container_has_requests_and_a_memory_limit(file: Path) -> None:
             assert {"cpu", "memory"} <= set(container["resources"]["requests"]), name
             assert "memory" in container["resources"]["limits"], name
             assert not container["image"].endswith(":latest")
-
-
-def test_gpus_are_limits_of_their_pool() -> None:
-    container = pod_specs(render({"blockServer": {"pools": {"main": {"gpu": {"count": 1}}}}}))[
-        "rel-corolla-block-server-main"
-    ]["containers"][0]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
 
 
 @ci_values

@@ -19,7 +19,6 @@ from corolla.cache.store import SessionCache
 from corolla.client.text import formats
 from corolla.compute.base import LaunchedBatch, RowWork
 from corolla.compute.span_runner import SpanRunner
-from corolla.decoding.grammar_text import read_grammar
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.v1.common_pb2 import SamplingParameters
@@ -213,23 +212,6 @@ async def test_block_server_refuses_a_bad_step_and_keeps_its_stream(name: str, s
         caller.send(a_step(step_id=4))
         result = await caller.answer()
         assert (type(result), result.step_id) == (pb.Result, 4)
-
-
-async def test_bad_steps_change_no_other_sessions_answer(swarm: Swarm) -> None:
-    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
-    async with calling(swarm) as caller, swarm.connect() as client:
-        expected = await client.generate("the thin man", **options)
-        caller.send(an_open())
-        assert (await caller.answer()).num_cached_tokens == 0
-        running = client.stream("the thin man", **options)
-        token_ids = list((await anext(running)).token_ids)
-        for number, ((bad, payload), reason) in enumerate(BAD_STEPS.values(), 1):
-            bad.step_id = number
-            caller.send((bad, payload))
-            assert (await caller.answer()).reason == reason
-        async for chunk in running:
-            token_ids.extend(chunk.token_ids)
-        assert tuple(token_ids) == expected.token_ids
 
 
 def with_prompts(num_tokens: int = 2, *, payload: bytes | None = None, **changes: Any) -> tuple[pb.Open, bytes]:
@@ -544,20 +526,6 @@ async def test_a_session_that_comes_back_for_other_blocks_begins_with_their_cach
         assert_close(*(torch.frombuffer(bytearray(each), dtype=torch.float32) for each in (got, expected)))
 
 
-async def test_positions_are_absolute_and_going_back_truncates(swarm: Swarm) -> None:
-    async with calling(swarm) as caller:
-        caller.send(an_open(), a_step(4), a_step(1, position=4, step_id=2), a_step(1, position=2, step_id=3))
-        assert isinstance(await caller.answer(), pb.Opened)
-        assert [(await caller.answer()).step_id for _ in range(3)] == [1, 2, 3]
-        caller.send(a_step(1, position=4, step_id=4))
-        fault = await caller.answer()
-        assert (fault.reason, fault.metadata["num_cached_tokens"]) == ("POSITION_GAP", "3")
-        caller.send(an_open(epoch=2, resume=True))
-        assert (await caller.answer()).num_cached_tokens == 3
-        caller.send(an_open(epoch=3, resume=False))
-        assert (await caller.answer()).num_cached_tokens == 0
-
-
 async def test_a_step_that_comes_again_is_neither_computed_nor_answered(swarm: Swarm) -> None:
     two = [a_step(4), a_step(1, position=4, step_id=2)]
     refused = a_step(1, position=9, step_id=3)
@@ -669,32 +637,3 @@ async def test_all_answers_of_a_client_service_may_come_at_once_with_a_grammar_t
         answers = [await caller.answer() for _ in range(300)]
         reasons = [answer.reason for answer in answers if not isinstance(answer, pb.Opened)]
         assert reasons == []
-
-
-async def test_grammars_that_are_slow_to_read_hold_up_no_other_open(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sampler with much to leave out is made in a thread, too; and so are certificates read."""
-    may_end = threading.Event()
-
-    def read_slowly(tokenizer: Any, text: str) -> object:
-        assert may_end.wait(60)
-        return read_grammar(tokenizer, text)
-
-    def a_sampler(**changes: Any) -> pb.Sampler:
-        return pb.Sampler(parameters=SamplingParameters(temperature=1), **changes)
-
-    monkeypatch.setattr("corolla.block_server.grammars.read_grammar", read_slowly)
-    async with calling(swarm) as caller, streaming(swarm, b"d" * 16) as other:
-        try:
-            for number in range(1, 41):
-                sampler = a_sampler(
-                    grammar=pb.Grammar(text=formats.grammar_of(formats.regex(f"a{number}", "regex")).text)
-                )
-                session_id = number.to_bytes(16, "big")
-                caller.send(an_open(request_id=number, session_id=session_id, max_tokens=1, sampler=sampler))
-            other.send(an_open(max_tokens=3000, sampler=a_sampler(token_ids=[1] * 2500)))
-            assert isinstance(await other.answer(), pb.Opened)
-        finally:
-            may_end.set()
-        assert all([isinstance(await caller.answer(), pb.Opened) for _ in range(40)])

@@ -355,12 +355,6 @@ async def test_without_keys_pages_of_other_hosts_are_refused(http: httpx2.AsyncC
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "host")
 
 
-async def test_requests_are_known_by_their_ids(http: httpx2.AsyncClient) -> None:
-    assert (await http.get("/health", headers={"x-request-id": "abc"})).headers["x-request-id"] == "abc"
-    first, second = [(await http.get("/health")).headers["x-request-id"] for _ in range(2)]
-    assert first != second
-
-
 class Raw:
     """A connection on which anything can be said."""
 
@@ -394,13 +388,3 @@ async def test_a_body_without_a_length_is_counted_as_it_comes(swarm: Swarm) -> N
     for _ in range(100):
         raw.writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
     assert (await raw.rest()).startswith(b"HTTP/1.1 413 ")
-
-
-async def test_what_is_no_http_is_answered_and_over(swarm: Swarm) -> None:
-    raw = await Raw.to(swarm)
-    raw.writer.write(b"\x16\x03\x01\x00\x01nonsense\r\n\r\n")
-    assert (await raw.rest()).startswith(b"HTTP/1.1 400 ")
-
-
-async def test_health_needs_nothing(http: httpx2.AsyncClient) -> None:
-    assert (await http.get("/health")).json() == {"status": "SERVING"}

@@ -24,30 +24,6 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA
 swarm = tiny_swarm(["0:2", "2:5"], context_length=4096, client={"http_port": 0})
 
 
-@pytest.mark.parametrize(
-    "wanted, allowed",
-    [
-        ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}, None),
-        ({"type": "choice", "choice": ["yes", "no"]}, {"yes", "no"}),
-        ({"type": "regex", "regex": "[ab]{3}"}, {a + b + c for a in "ab" for b in "ab" for c in "ab"}),
-    ],
-)
-async def test_an_answer_has_the_form_that_was_asked_for(
-    http: httpx2.AsyncClient, wanted: Any, allowed: set[str] | None
-) -> None:
-    reply = await http.post(CHATS, json={**ASKED, "response_format": wanted})
-    content = reply.json()["choices"][0]["message"]["content"]
-    if allowed is not None:
-        assert content in allowed
-    else:
-        assert json.loads(content)["city"] in ("Oslo", "Rome")
-
-
-async def test_a_form_that_makes_no_sense_is_refused(http: httpx2.AsyncClient) -> None:
-    refused = await http.post(CHATS, json={**ASKED, "response_format": {"type": "regex", "regex": "["}})
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
-
-
 async def test_tools_reach_a_model_whose_template_knows_none(http: httpx2.AsyncClient) -> None:
     plain = (await http.post("/tokenize", json={"messages": ASKED["messages"]})).json()["tokens"]
     shown = (await http.post("/tokenize", json={"messages": ASKED["messages"], "tools": [TOOL]})).json()["tokens"]
@@ -179,22 +155,3 @@ async def test_a_response_calls_a_tool_and_hears_its_output(http: httpx2.AsyncCl
         "max_output_tokens": 4,
     }
     assert (await http.post("/v1/responses", json=heard)).status_code == 200
-
-
-async def test_a_chat_has_several_answers(http: httpx2.AsyncClient) -> None:
-    body = {**ASKED, "temperature": 1, "seed": 1, "n": 3, "max_tokens": 8}
-    found = (await http.post(CHATS, json=body)).json()["choices"]
-    assert [each["index"] for each in found] == [0, 1, 2]
-    refused = await http.post(CHATS, json={**ASKED, "n": 99})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
-
-
-async def test_a_bias_decides(http: httpx2.AsyncClient) -> None:
-    body = {**ASKED, "logit_bias": {"70": 100}, "max_tokens": 3, "return_token_ids": True}
-    assert (await http.post(CHATS, json=body)).json()["choices"][0]["token_ids"] == [70, 70, 70]
-
-
-async def test_messages_may_have_several_parts(http: httpx2.AsyncClient) -> None:
-    parts = [{"type": "text", "text": "Who is "}, {"type": "text", "text": "it?"}]
-    body = {**ASKED, "messages": [{"role": "user", "content": parts}], "max_tokens": 4}
-    assert (await http.post(CHATS, json=body)).status_code == 200

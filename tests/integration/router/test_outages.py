@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from redis.asyncio import Connection, Redis
 
-from corolla.chassis.errors import LeaseTaken, SessionNotFound, StoreUnavailable
+from corolla.chassis.errors import SessionNotFound, StoreUnavailable
 from corolla.chassis.metrics import new_registry
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
@@ -61,49 +61,6 @@ async def until_empty(router: Router, model: str) -> None:
         return await names(router, model) == set()
 
     await until(is_empty)
-
-
-async def test_a_flushed_store_has_the_placement_back_with_one_heartbeat_each(
-    start_router: StartRouter, own_redis: EmbeddedRedis, model: str
-) -> None:
-    router = await start_router(redis_url=own_redis.url)
-    servers = [BlockServer(router, model) for _ in range(3)]
-    for each in servers:
-        await each.join()
-    before = await placement(router, model)
-    await flush(own_redis)
-    assert (await refusal(plan(router, model))).reason == "MODEL_NOT_FOUND"
-    for each in servers:
-        await each.beat_in_full()
-    after = await placement(router, model)
-    assert list(after.servers) == list(before.servers)
-    assert after.version > before.version
-    assert spans((await plan(router, model)).chain) == ["0:10", "10:20", "20:30"]
-
-
-async def test_a_heartbeat_in_full_comes_back_ready_after_a_lost_lease(start_router: StartRouter, model: str) -> None:
-    router = await start_router(**SHORT_LEASE)
-    server = BlockServer(router, model, capacity_blocks=30)
-    await server.join()
-    await until_empty(router, model)
-    await server.beat_in_full()
-    assert spans((await plan(router, model)).chain) == ["0:30"]
-
-
-async def test_a_heartbeat_takes_no_address_from_a_newer_incarnation(start_router: StartRouter, model: str) -> None:
-    router = await start_router(lease_ms=4000)
-    old = BlockServer(router, model, address="pod-0:50051", capacity_blocks=30)
-    await old.join()
-    new = BlockServer(router, model, address="pod-0:50051", capacity_blocks=30)
-    await new.join()
-    for _ in range(2):
-        assert isinstance(await refusal(old.beat_in_full()), LeaseTaken)
-    assert await names(router, model) == {new.server_id}
-    await new.beat_in_full()
-    # Should the newer one be gone for good, the older one may serve again.
-    await until_empty(router, model)
-    await old.beat_in_full()
-    assert await names(router, model) == {old.server_id}
 
 
 async def test_a_heartbeat_describes_its_own_server(router: Router, model: str) -> None:

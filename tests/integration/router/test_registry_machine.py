@@ -118,6 +118,8 @@ class World(RuleBasedStateMachine):
         server = data.draw(st.sampled_from(self.older))
         if not self.newest[server.address].is_known or not self.is_fresh(self.newest[server.address]):
             return
+        # Nor does its late farewell take anything from the successor: `who_was_heard_lately_is_placed_as_it_is`.
+        self.run(self.registry.deregister(self.model, server.server_id))
         with pytest.raises((LeaseTaken, LeaseLost)):
             self.run(self.registry.heartbeat(self.heartbeat(server, in_full=in_full)))
 
