@@ -88,9 +88,6 @@ lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still f
 	@printf 'axe-playwright-python>=0.1.8,<0.2\nplaywright>=1.65,<2\n' | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' --output-file requirements/browser.txt
-	@echo 'atheris>=3,<3.1' | uv pip compile - --quiet $(UPGRADE) --universal \
-	  --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple \
-	  --custom-compile-command 'make lock' --output-file requirements/fuzzing.txt
 	@printf '%s\nnumpy<2.3\n' "$$(sed -n 's/^\(triton==[0-9.]*\).*/\1/p' requirements/torch-cuda.txt)" | \
 	  uv pip compile - --quiet $(UPGRADE) --universal --python-version 3.11 --generate-hashes --no-annotate \
 	  --default-index https://pypi.org/simple --custom-compile-command 'make lock' --output-file requirements/triton.txt
@@ -199,17 +196,6 @@ $(VENV)/.browser-done: requirements/browser.txt | $(STAMP)
 screenshots: setup browser ## Takes the pictures of the page in docs/images, of a stack with the demo model (needs Chromium).
 	@$(PY) -m tests.browser.pictures docs/images
 
-# In a folder of its own, apart from what Corolla needs.
-.PHONY: fuzzing
-fuzzing: $(VENV)/.fuzzing-done ## Installs atheris, which `make test-all` leads through parsers for a minute.
-
-$(VENV)/.fuzzing-done: requirements/fuzzing.txt | $(STAMP)
-	@echo "==> Installing atheris"
-	@rm -rf $(VENV)/fuzzing
-	@$(INSTALL) --quiet --only-binary :all: --target $(VENV)/fuzzing \
-	  -r requirements/fuzzing.txt || echo "    !!! NOTHING IS FUZZED: atheris has no wheel for this Python or machine !!!"
-	@touch $@
-
 # In a folder of its own: torch's build for CPUs lacks triton, and the interpreter needs an older numpy. CUDA's assembler
 # compiles kernels here; profilers and the compiler for AMD's devices are left out.
 .PHONY: triton
@@ -223,7 +209,7 @@ $(VENV)/.triton-done: requirements/triton.txt | $(STAMP)
 
 # What the larger tiers need besides.
 .PHONY: test-tools
-test-tools: setup $(HELM) gemma http-clients evaluation browser fuzzing triton claude-code
+test-tools: setup $(HELM) gemma http-clients evaluation browser triton claude-code
 	@for tool in chromium promtool; do command -v $$tool >/dev/null || { \
 	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus npm" >&2; exit 1; }; done
 
@@ -374,7 +360,7 @@ $(VENV)/.tools-done: requirements/tools.txt | $(STAMP)
 	@$(INSTALL) --quiet --target $(TOOLS) -r requirements/tools.txt
 	@touch $@
 
-AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt requirements/fuzzing.txt \
+AUDITED := $(LOCK) requirements/torch-cuda.txt requirements/tools.txt \
   requirements/http-clients.txt requirements/evaluation.txt requirements/browser.txt requirements/triton.txt \
   requirements/llama-cpp.txt
 PIP_AUDIT = $(TOOL) pip_audit --require-hashes --no-deps --disable-pip --progress-spinner off --format json

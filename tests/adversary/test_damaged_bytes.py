@@ -8,16 +8,21 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given, settings
+import torch
+from google.protobuf.message import DecodeError
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from corolla.block_server.row_sampling import SessionSampler
+from corolla.cache.store import KVStore
+from corolla.cache.transfer import TokenCopy, check_tokens, forget_unsent, write_tokens
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import InvalidRequest, MalformedMessage
+from corolla.chassis.errors import CorollaError, InvalidRequest, MalformedMessage, OutOfPages
 from corolla.chassis.status import from_rpc_error
 from corolla.client.text.template import TemplateRefusal
 from corolla.client.text.template_process import TemplateProcess
-from corolla.v1 import common_pb2
+from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode
@@ -29,6 +34,7 @@ from tests.frame_bytes import join
 from tests.integration.router.conftest import running_router
 
 MAX_FRAME_BYTES = 1 << 16
+NUM_PAGES, MAX_TOKENS, WINDOWS = 32, 24, (None, 6, None)
 FRAMES = st.tuples(
     st.sampled_from(list(CONTROL_CLASSES.values())).flatmap(lambda cls: messages(cls, {})), st.binary(max_size=64)
 )
@@ -58,6 +64,8 @@ def process() -> Iterator[TemplateProcess]:
 @pytest.mark.full
 @settings(max_examples=150)
 @given(damaged(st.just(CHAT_TEMPLATE.encode())))
+@example(b"{% break %}")
+@example(b"{{ " + b"(" * 5000 + b")" * 5000 + b" }}")
 def test_a_damaged_template_is_rendered_or_refused(data: bytes) -> None:
     process = TemplateProcess(data.decode(errors="replace"), {"bos_token": "<s>"})
     with contextlib.suppress(InvalidRequest, TemplateRefusal):
@@ -71,6 +79,46 @@ def test_any_messages_are_rendered_or_refused(process: TemplateProcess, given: l
         process.render(given, add_generation_prompt=False)
     user = [{"role": "user", "content": "hi"}]
     assert "hi" in str(process.render(user, add_generation_prompt=True))
+
+
+SAMPLERS = messages(blocks_pb2.Sampler, {}).map(lambda message: message.SerializeToString())
+
+
+@settings(max_examples=300)
+@given(damaged(SAMPLERS))
+def test_what_is_known_of_an_answer_is_read_or_refused(data: bytes) -> None:
+    with contextlib.suppress(DecodeError):
+        sampler = blocks_pb2.Sampler.FromString(data)
+        with contextlib.suppress(CorollaError):
+            SessionSampler.read(sampler, None, vocab_size=64, max_tokens=MAX_TOKENS)
+
+
+COUNTS = st.integers(0, 8)
+FIRSTS = st.tuples(st.just(0), st.integers(0, 30), st.just(0)) | st.tuples(*[st.integers(0, 30)] * 3)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(COUNTS, COUNTS, FIRSTS, st.binary(max_size=64), st.booleans()), max_size=6))
+def test_whatever_parts_of_a_session_come_a_cache_holds_finite_numbers_and_its_pages_add_up(parts: list[Any]) -> None:
+    store, layers = KVStore(NUM_PAGES, 4, WINDOWS), range(len(WINDOWS))
+    one = torch.zeros(1, 1, 2)
+    held = [tensor.zero_() for layer in layers for tensor in store.layer_like(layer, one, one)]
+    cache = store.new_cache()
+    cache.reserve(MAX_TOKENS)
+    for back, num_tokens, firsts, numbers, is_odd in parts:
+        position = max(0, cache.num_tokens - back)
+        end = min(position + num_tokens, MAX_TOKENS)
+        # Sizes are mostly right: wrong ones alone are soon refused.
+        num_bytes = 16 * sum(max(0, end - max(position, first)) for first in firsts) + is_odd
+        copy = TokenCopy(position, end - position, firsts, numbers.ljust(num_bytes, b"\x00")[:num_bytes])
+        if cache.can_continue_from(position):
+            with contextlib.suppress(MalformedMessage, OutOfPages):
+                write_tokens(cache, check_tokens(store, layers, copy))
+                forget_unsent(cache, layers, firsts)
+                assert cache.num_tokens == end
+        assert all(tensor.isfinite().all() for tensor in held)
+    cache.clear()
+    assert store.pool.num_available == NUM_PAGES
 
 
 RECORDS = messages(pb.SessionRecord, {}).map(lambda message: message.SerializeToString())

@@ -211,7 +211,6 @@ def test_uv_itself_is_installed_by_its_hashes() -> None:
     "lock, packages",
     [
         ("tools.txt", {"cyclonedx-bom", "pip-audit"}),
-        ("fuzzing.txt", {"atheris"}),
         ("evaluation.txt", {"datasets", "lm-eval"}),
         ("browser.txt", {"axe-playwright-python", "playwright"}),
         ("triton.txt", {"numpy", "triton"}),
