@@ -226,14 +226,10 @@ class AnswerFields(SamplingFields):
         return found
 
     @property
-    def has_usage(self) -> bool:
-        """A stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def has_continuous_usage(self) -> bool:
-        """Each event of a stream has the usage so far."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def streamed_usage(self) -> dict[str, bool]:
+        """Whether a stream ends with the usage, and whether each of its events has the usage so far."""
+        options = self.stream_options or StreamOptions.model_validate({})
+        return {"has_usage": options.include_usage, "has_continuous_usage": options.continuous_usage_stats}
 
     @property
     def has_token_ids(self) -> bool:
@@ -254,7 +250,7 @@ class AnswerFields(SamplingFields):
             "received": pb.TokenIds(ids=self.received or ()),
             "cache_salt": self.cache_salt,
             "num_completions": self.n,
-            "continuous_usage": self.has_continuous_usage,
+            "continuous_usage": self.streamed_usage["has_continuous_usage"],
             "response_format": self._format(),
         }
 

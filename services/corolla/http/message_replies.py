@@ -88,12 +88,12 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
-def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> bytes:
-    """The body of a reply that is not streamed."""
+def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> Message:
+    """A reply that is not streamed."""
     writer = _Writer(shows_thinking=shows_thinking)
     writer.take(as_chunk(answer))
     writer.end()
-    message = Message(
+    return Message(
         id=new_id("msg_"),
         model=answer.model,
         content=[_block(item) for item in writer.items],
@@ -101,7 +101,6 @@ def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> bytes:
         stop_sequence=answer.stop_sequence or None,
         usage=MessageUsage.of(answer.usage),
     )
-    return message.model_dump_json().encode()
 
 
 def events(

@@ -1,9 +1,7 @@
-"""The table of HTTP operations, from which the OpenAPI document and the routes are made."""
+"""The OpenAPI document and the routes, both made from the operations."""
 
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -12,26 +10,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from corolla.chassis.calls import Call
-from corolla.client.api.tenants import KeyHolder
-from corolla.http import (
-    chat_replies,
-    completions,
-    message_replies,
-    placement_facts,
-    readings,
-    response_replies,
-    routes,
-    tokenization,
-)
-from corolla.http.chat import ChatCompletionRequest
-from corolla.http.completions import CompletionRequest
-from corolla.http.dialects import ANTHROPIC, OPENAI, Dialect
 from corolla.http.endpoints import EndpointFactory
 from corolla.http.exchange import Exchange
-from corolla.http.messages import CountTokensRequest, MessageRequest
+from corolla.http.operations import Operation, operations_of
 from corolla.http.page import pages
-from corolla.http.responses import ItemsQuery, ReplayQuery, ResponseRequest
 from corolla.http.routes import HttpRoutes
 
 _VERSION: Final = "/v1"
@@ -56,106 +38,9 @@ _ERRORS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One HTTP method at one path.
-
-    Attributes:
-        path: the path in the document. One part may be a parameter, and `{model}` may hold slashes.
-        does: the method of HttpRoutes; its docstring is the summary in the document.
-        reply: the body of a reply that is not streamed; for a watch, the data of each event.
-        body: the body of the request; None: the request has no body.
-        query: the parameters behind the path; None: it has none.
-        needs_body: whether a request must have its body.
-        streams: whether the reply may be a stream of events.
-        is_watch: whether the reply is a stream of events for as long as the caller stays.
-        is_open: whether callers need no key.
-        dialect: what errors and streams look like.
-    """
-
-    path: str
-    method: str
-    does: Callable[[HttpRoutes, Exchange, Call[KeyHolder]], Awaitable[None]]
-    reply: type[BaseModel]
-    body: type[BaseModel] | None = None
-    query: type[BaseModel] | None = None
-    needs_body: bool = True
-    streams: bool = False
-    is_watch: bool = False
-    is_open: bool = False
-    dialect: Dialect = OPENAI
-
-
-OPERATIONS: Final = (
-    Operation("/v1/models", "GET", HttpRoutes.list_models, routes.ModelList),
-    Operation("/v1/models/{model}", "GET", HttpRoutes.get_model, routes.ModelFacts),
-    Operation(
-        "/v1/chat/completions",
-        "POST",
-        HttpRoutes.chat,
-        chat_replies.ChatCompletion,
-        ChatCompletionRequest,
-        streams=True,
-    ),
-    Operation("/v1/completions", "POST", HttpRoutes.complete, completions.Completion, CompletionRequest, streams=True),
-    Operation("/v1/responses", "POST", HttpRoutes.respond, response_replies.Response, ResponseRequest, streams=True),
-    Operation(
-        "/v1/messages",
-        "POST",
-        HttpRoutes.create_message,
-        message_replies.Message,
-        MessageRequest,
-        streams=True,
-        dialect=ANTHROPIC,
-    ),
-    Operation(
-        "/v1/messages/count_tokens",
-        "POST",
-        HttpRoutes.count_tokens,
-        message_replies.TokenCount,
-        CountTokensRequest,
-        dialect=ANTHROPIC,
-    ),
-    Operation(
-        "/v1/responses/{response_id}",
-        "GET",
-        HttpRoutes.get_response,
-        response_replies.Response,
-        query=ReplayQuery,
-        streams=True,
-    ),
-    Operation("/v1/responses/{response_id}", "DELETE", HttpRoutes.delete_response, routes.DeletedResponse),
-    Operation(
-        "/v1/responses/{response_id}/input_items",
-        "GET",
-        HttpRoutes.list_input_items,
-        response_replies.ItemList,
-        query=ItemsQuery,
-    ),
-    Operation(
-        "/v1/sessions",
-        "POST",
-        HttpRoutes.create_session,
-        routes.SessionFacts,
-        routes.SessionRequest,
-        needs_body=False,
-    ),
-    Operation("/v1/sessions/{session_id}", "GET", HttpRoutes.get_session, routes.SessionFacts),
-    Operation("/v1/sessions/{session_id}", "DELETE", HttpRoutes.delete_session, routes.DeletedSession),
-    Operation("/tokenize", "POST", HttpRoutes.tokenize, tokenization.Tokenized, tokenization.TokenizeRequest),
-    Operation("/detokenize", "POST", HttpRoutes.detokenize, tokenization.Detokenized, tokenization.DetokenizeRequest),
-    Operation("/tokenizer_info", "GET", HttpRoutes.describe_tokenizer, tokenization.TokenizerFacts),
-    Operation("/v1/embeddings", "POST", HttpRoutes.embed, readings.EmbeddingList, readings.EmbeddingRequest),
-    Operation("/v1/score", "POST", HttpRoutes.score, readings.ScoreList, readings.ScoreRequest),
-    Operation("/v1/rerank", "POST", HttpRoutes.rerank, readings.Ranking, readings.RerankRequest),
-    Operation("/health", "GET", HttpRoutes.health, routes.Health, is_open=True),
-)
-"""All operations, except the one for the document itself."""
-
-OF_THE_PAGE: Final = (
-    Operation("/v1/placement", "GET", HttpRoutes.watch_placement, placement_facts.PlacementFacts, is_watch=True),
-)
-"""The operations that exist only together with the page."""
+_ALL: Final = operations_of(HttpRoutes)
+OPERATIONS: Final = tuple(each for each in _ALL if not each.is_watch)
+"""The operations that exist without the page, too, except the one for the document itself."""
 
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
@@ -233,7 +118,7 @@ def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[
 
 def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> ASGIApp:
     """The application that serves all operations, also where `/v1` is missing or doubled, or a slash ends the path."""
-    operations = (*OPERATIONS, *(OF_THE_PAGE if has_page else ()))
+    operations = _ALL if has_page else OPERATIONS
     described = json.dumps(document(operations)).encode()
 
     async def openapi(exchange: Exchange, call: object) -> None:
@@ -242,7 +127,7 @@ def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) 
     served = [Route("/openapi.json", endpoints.endpoint("/openapi.json", {"GET": openapi}, is_open=True))]
     for path, group in groupby(operations, lambda each: each.path):
         found = list(group)
-        behaviours = {each.method: partial(each.does, handlers) for each in found}
+        behaviours = {each.method: each.behaviour(handlers) for each in found}
         first = found[0]
         endpoint = endpoints.endpoint(path, behaviours, first.dialect, is_open=first.is_open, is_of_page=first.is_watch)
         # A model's name may be an id of the Hugging Face Hub, which has a slash.

@@ -1,4 +1,4 @@
-"""The routes of HTTP: each one reads a request, calls the servicer of gRPC, and writes its answer."""
+"""The operations of HTTP: each one converts a body, calls the servicer of gRPC, and converts its answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -16,13 +16,16 @@ from corolla.client.api.servicer import GenerationServicer
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.reply_sizes import ANY_ROOM, CHATS, COMPLETIONS, RESPONSES, STREAMED_RESPONSES, ReplyRoom
 from corolla.decoding.stopping import FinishReason
-from corolla.http import chat_replies, completions, message_replies, readings, tokenization
+from corolla.http import chat_replies, completions, message_replies, readings, response_replies, tokenization
 from corolla.http.answers import now_s
 from corolla.http.chat import ChatCompletionRequest
 from corolla.http.completions import CompletionRequest
+from corolla.http.dialects import ANTHROPIC
 from corolla.http.exchange import Exchange
 from corolla.http.fields import Body, ModelName
 from corolla.http.messages import CountTokensRequest, MessageRequest
+from corolla.http.operations import operation
+from corolla.http.placement_facts import PlacementFacts
 from corolla.http.placement_stream import PlacementStream
 from corolla.http.readings import (
     EmbeddingRequest,
@@ -31,7 +34,7 @@ from corolla.http.readings import (
     ScoreList,
     ScoreRequest,
 )
-from corolla.http.response_replies import ItemList, Reply, input_items
+from corolla.http.response_replies import Reply, input_items
 from corolla.http.responses import (
     ItemsQuery,
     ReplayQuery,
@@ -51,6 +54,9 @@ from corolla.v1 import router_pb2
 
 Request = TypeVar("Request", pb.EmbedRequest, pb.ScoreRequest)
 Result = TypeVar("Result")
+KeyCall = Call[KeyHolder]
+Pieces = AsyncGenerator[str, None]
+"""The pieces of a reply, between which other tasks run."""
 
 _MAX_PARALLEL: Final = 16
 _MAX_PARALLEL_BYTES: Final = 1 << 20
@@ -110,7 +116,7 @@ class Health(BaseModel):
 
 
 class HttpRoutes:
-    """The behaviours of all routes.
+    """The behaviours of all operations, in the order of the document.
 
     Args:
         model: the name of the model that is served.
@@ -134,87 +140,194 @@ class HttpRoutes:
         self._placement = placement
         self._created = now_s()
 
-    async def health(self, exchange: Exchange, call: object) -> None:
-        """Says whether the service takes requests."""
-        if not self._is_serving():
-            raise ServiceUnavailable("the service does not take requests now")
-        await _reply(exchange, Health())
-
-    async def list_models(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+    @operation("GET", "/v1/models", ModelList)
+    async def list_models(self, call: KeyCall) -> ModelList:
         """Lists the models that the service has."""
         found = await self._servicer.ListModels(pb.ListModelsRequest(), call)
-        await _reply(exchange, ModelList(data=[self._facts(each) for each in found.models]))
+        return ModelList(data=[self._facts(each) for each in found.models])
 
-    async def get_model(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+    @operation("GET", "/v1/models/{model}", ModelFacts)
+    async def get_model(self, call: KeyCall, model: str) -> ModelFacts:
         """Describes a model."""
-        request = pb.GetModelRequest(model=exchange.request.path_params["model"])
-        await _reply(exchange, self._facts(await self._servicer.GetModel(request, call)))
+        return self._facts(await self._servicer.GetModel(pb.GetModelRequest(model=model), call))
 
-    async def chat(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+    @operation("POST", "/v1/chat/completions", chat_replies.ChatCompletion, streams=True)
+    async def chat(self, exchange: Exchange, call: KeyCall, body: ChatCompletionRequest) -> Pieces | None:
         """Answers a conversation."""
-        body = await exchange.read(ChatCompletionRequest)
         request = body.as_protocol()
         options = {"has_logprobs": bool(body.logprobs), "has_token_ids": body.has_token_ids}
-        if body.stream:
-            chunks = self._servicer.ChatStream(request, call, ANY_ROOM)
-            events = chat_replies.events(
-                chunks,
-                body.model or self._model,
-                has_usage=body.has_usage,
-                has_continuous_usage=body.has_continuous_usage,
-                **options,
-            )
-            with body.in_own_words():
-                await exchange.stream(events)
-            return
         with body.in_own_words():
+            if body.stream:
+                chunks = self._servicer.ChatStream(request, call, ANY_ROOM)
+                model = body.model or self._model
+                await exchange.stream(chat_replies.events(chunks, model, **body.streamed_usage, **options))
+                return None
             answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
-        pieces = chat_replies.reply(answer, **options)
-        del answer  # its caller may take minutes to read the pieces
-        await exchange.reply_in_pieces(pieces)
+        return chat_replies.reply(answer, **options)
 
-    async def create_message(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Answers a conversation in Anthropic's dialect."""
-        body = await exchange.read(MessageRequest)
-        request = body.as_protocol()
+    @operation("POST", "/v1/completions", completions.Completion, streams=True)
+    async def complete(self, exchange: Exchange, call: KeyCall, body: CompletionRequest) -> Pieces | None:
+        """Completes prompts."""
+        requests = self._checked(body, call)
+        options = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
+        room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests), is_streamed=bool(body.stream))
         if body.stream:
-            chunks = self._servicer.ChatStream(request, call, ANY_ROOM)
-            events = message_replies.events(chunks, body.model or self._model, shows_thinking=body.thinks)
-            with body.in_own_words():
-                await exchange.stream(events)
-            return
-        with body.in_own_words():
-            answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
-        await exchange.reply(message_replies.reply(answer, shows_thinking=body.thinks))
+            streams = [self._servicer.GenerateStream(each, call, room) for each in requests]
+            chunks = merge([_in_words_of(body, number, each) for number, each in enumerate(streams)])
+            model = body.model or self._model
+            options |= body.streamed_usage
+            await exchange.stream(completions.events(chunks, model, body.num_completions, **options))
+            return None
+        # All prompts are completed at the same time; the first failure ends the others.
+        calls = [_in_words_of(body, number, self._generated(each, call, room)) for number, each in enumerate(requests)]
+        found = {index: each async for index, each in merge(calls)}
+        responses = [found.pop(index) for index in range(len(requests))]
+        return completions.reply(responses, body.num_completions, **options)
 
-    async def count_tokens(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Counts the tokens of a conversation in Anthropic's dialect."""
-        body = await exchange.read(CountTokensRequest)
-        with body.in_own_words():
-            found = await self._servicer.Tokenize(body.as_protocol(), call)
-        await _reply(exchange, message_replies.TokenCount(input_tokens=len(found.token_ids)))
-
-    async def respond(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
+    @operation("POST", "/v1/responses", response_replies.Response, streams=True)
+    async def respond(self, exchange: Exchange, call: KeyCall, body: ResponseRequest) -> Pieces | None:
         """Answers a conversation. The service stores it unless the request forbids that."""
-        body = await exchange.read(ResponseRequest)
         async with self._turn(body, call) as (turn, earlier, is_kept):
             request = body.as_protocol(turn, earlier)
             reply = Reply(body, turn.response_id if turn is not None else new_response_id(), body.model or self._model)
             call.note = reply.note
-            if body.stream:
-                room = ReplyRoom(STREAMED_RESPONSES, self._max_reply_bytes) if body.has_logprobs else ANY_ROOM
-                events = reply.events(_until_kept(self._servicer.ChatStream(request, call, room), is_kept))
-                with body.in_own_words(len(earlier)):
-                    await exchange.stream(events)
-                return
             with body.in_own_words(len(earlier)):
+                if body.stream:
+                    room = ReplyRoom(STREAMED_RESPONSES, self._max_reply_bytes) if body.has_logprobs else ANY_ROOM
+                    chunks = _until_kept(self._servicer.ChatStream(request, call, room), is_kept)
+                    await exchange.stream(reply.events(chunks))
+                    return None
                 answer = await self._servicer.Chat(request, call, ReplyRoom(RESPONSES, self._max_reply_bytes))
             is_kept.set()
-            await exchange.reply_in_pieces(reply.whole(answer))
+        return reply.whole(answer)
+
+    @operation("POST", "/v1/messages", message_replies.Message, streams=True, dialect=ANTHROPIC)
+    async def create_message(
+        self, exchange: Exchange, call: KeyCall, body: MessageRequest
+    ) -> message_replies.Message | None:
+        """Answers a conversation in Anthropic's dialect."""
+        request = body.as_protocol()
+        with body.in_own_words():
+            if body.stream:
+                chunks, model = self._servicer.ChatStream(request, call, ANY_ROOM), body.model or self._model
+                await exchange.stream(message_replies.events(chunks, model, shows_thinking=body.thinks))
+                return None
+            answer = await self._servicer.Chat(request, call, ReplyRoom(CHATS, self._max_reply_bytes))
+        return message_replies.reply(answer, shows_thinking=body.thinks)
+
+    @operation("POST", "/v1/messages/count_tokens", message_replies.TokenCount, dialect=ANTHROPIC)
+    async def count_tokens(self, call: KeyCall, body: CountTokensRequest) -> message_replies.TokenCount:
+        """Counts the tokens of a conversation in Anthropic's dialect."""
+        with body.in_own_words():
+            found = await self._servicer.Tokenize(body.as_protocol(), call)
+        return message_replies.TokenCount(input_tokens=len(found.token_ids))
+
+    @operation("GET", "/v1/responses/{response_id}", response_replies.Response, streams=True)
+    async def get_response(
+        self, exchange: Exchange, call: KeyCall, response_id: str, query: ReplayQuery
+    ) -> Pieces | None:
+        """Reads a stored response, or sends its events again."""
+        messages, finished, model = await self._response(response_id, call)
+        answer = pb.ChatResponse(
+            message=messages[-1],
+            finish_reason=finish_reason(FinishReason(finished.finish_reason)),
+            usage=pb.Usage(prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens),
+        )
+        reply = Reply.of_turn(response_id, finished, model)
+        if not query.stream:
+            return reply.whole(answer)
+        await exchange.stream(reply.replayed(answer, -1 if query.starting_after is None else query.starting_after))
+        return None
+
+    @operation("DELETE", "/v1/responses/{response_id}", DeletedResponse)
+    async def delete_response(self, call: KeyCall, response_id: str) -> DeletedResponse:
+        """Deletes a stored response; the last one of a conversation with its session."""
+        turn = StoredTurn.of(response_id)
+        await self._servicer.delete_turn(turn.session_id, turn.number, call)
+        return DeletedResponse(id=response_id)
+
+    @operation("GET", "/v1/responses/{response_id}/input_items", response_replies.ItemList)
+    async def list_input_items(self, call: KeyCall, response_id: str, query: ItemsQuery) -> response_replies.ItemList:
+        """Lists the items of the conversation before a stored response."""
+        (*earlier, _), _, _ = await self._response(response_id, call)
+        page, has_more = query.page(input_items(earlier, response_id))
+        first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return response_replies.ItemList(data=list(page), first_id=first_id, last_id=last_id, has_more=has_more)
+
+    @operation("POST", "/v1/sessions", SessionFacts, needs_body=False)
+    async def create_session(self, call: KeyCall, body: SessionRequest) -> SessionFacts:
+        """Creates a session."""
+        return _session_facts(await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call))
+
+    @operation("GET", "/v1/sessions/{session_id}", SessionFacts)
+    async def get_session(self, call: KeyCall, session_id: str) -> SessionFacts:
+        """Describes a session."""
+        return _session_facts(await self._servicer.GetSession(pb.GetSessionRequest(session_id=session_id), call))
+
+    @operation("DELETE", "/v1/sessions/{session_id}", DeletedSession)
+    async def delete_session(self, call: KeyCall, session_id: str) -> DeletedSession:
+        """Deletes a session."""
+        await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
+        return DeletedSession(id=session_id)
+
+    @operation("POST", "/tokenize", tokenization.Tokenized)
+    async def tokenize(self, call: KeyCall, body: TokenizeRequest) -> Pieces:
+        """Splits a text or a conversation into tokens."""
+        request = body.as_protocol()
+        with body.in_own_words():
+            found = await self._servicer.Tokenize(request, call)
+        model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
+        return tokenization.reply(found, model.context_length, has_texts=body.return_token_strs)
+
+    @operation("POST", "/detokenize", Detokenized)
+    async def detokenize(self, call: KeyCall, body: DetokenizeRequest) -> Detokenized:
+        """Joins tokens to a text."""
+        with body.in_own_words():
+            found = await self._servicer.Detokenize(body.as_protocol(), call)
+        return Detokenized(prompt=found.text)
+
+    @operation("GET", "/tokenizer_info", TokenizerFacts)
+    async def describe_tokenizer(self, call: KeyCall) -> TokenizerFacts:
+        """Describes the tokenizer."""
+        return TokenizerFacts.model_validate(self._servicer.tokenizer_facts(call))
+
+    @operation("POST", "/v1/embeddings", readings.EmbeddingList)
+    async def embed(self, exchange: Exchange, call: KeyCall, body: EmbeddingRequest) -> Pieces:
+        """Makes vectors of texts from the model's last hidden states."""
+        num_bytes = body.most_reply_bytes(self._servicer.hidden_size)
+        ReplyRoom(COMPLETIONS, self._max_reply_bytes).check_bytes(num_bytes, "input")
+        exchange.held.expect_reply(num_bytes)
+        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Embed(each, call))
+        return readings.embeddings(body, found)
+
+    @operation("POST", "/v1/score", ScoreList)
+    async def score(self, call: KeyCall, body: ScoreRequest) -> ScoreList:
+        """Tells how probable queries are after documents."""
+        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
+        return ScoreList.of(found)
+
+    @operation("POST", "/v1/rerank", Ranking)
+    async def rerank(self, call: KeyCall, body: RerankRequest) -> Ranking:
+        """Orders documents by how probable a query is after each of them."""
+        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
+        return Ranking.of(body, found)
+
+    @operation("GET", "/health", Health, is_open=True)
+    async def health(self) -> Health:
+        """Says whether the service takes requests."""
+        if not self._is_serving():
+            raise ServiceUnavailable("the service does not take requests now")
+        return Health()
+
+    @operation("GET", "/v1/placement", PlacementFacts, is_watch=True)
+    async def watch_placement(self, exchange: Exchange, call: KeyCall) -> None:
+        """Streams which servers hold which blocks, at first and after each change, until the caller leaves."""
+        call.caller.check(None, *self._servicer.model_names)
+        await exchange.stream(self._placement.watch(call.caller), is_watch=True)
 
     @asynccontextmanager
     async def _turn(
-        self, body: ResponseRequest, call: Call[KeyHolder]
+        self, body: ResponseRequest, call: KeyCall
     ) -> AsyncIterator[tuple[StoredTurn | None, Sequence[pb.ChatMessage], asyncio.Event]]:
         """Yields the turn of a response, None if the response is not stored, and the event to set once it is stored.
 
@@ -248,143 +361,17 @@ class HttpRoutes:
                     with suppress(CorollaError):
                         await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session.session_id), call)
 
-    async def get_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Reads a stored response, or sends its events again."""
-        query = exchange.query(ReplayQuery)
-        messages, finished, model = await self._response(exchange, call)
-        answer = pb.ChatResponse(
-            message=messages[-1],
-            finish_reason=finish_reason(FinishReason(finished.finish_reason)),
-            usage=pb.Usage(prompt_tokens=finished.prompt_tokens, completion_tokens=finished.completion_tokens),
-        )
-        reply = Reply.of_turn(exchange.request.path_params["response_id"], finished, model)
-        if query.stream:
-            await exchange.stream(reply.replayed(answer, -1 if query.starting_after is None else query.starting_after))
-        else:
-            await exchange.reply_in_pieces(reply.whole(answer))
-
-    async def list_input_items(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Lists the items of the conversation before a stored response."""
-        query = exchange.query(ItemsQuery)
-        (*earlier, _), _, _ = await self._response(exchange, call)
-        page, has_more = query.page(input_items(earlier, exchange.request.path_params["response_id"]))
-        first_id, last_id = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        await _reply(exchange, ItemList(data=list(page), first_id=first_id, last_id=last_id, has_more=has_more))
-
     async def _response(
-        self, exchange: Exchange, call: Call[KeyHolder]
+        self, response_id: str, call: KeyCall
     ) -> tuple[Sequence[pb.ChatMessage], router_pb2.FinishedTurn, str]:
         """The conversation up to a stored response, its turn, and its model. Raises ResourceNotFound."""
-        turn = StoredTurn.of(exchange.request.path_params["response_id"])
+        turn = StoredTurn.of(response_id)
         record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
         if finished is None or not finished.num_messages:
             raise not_stored()
         return record.transcript[: finished.num_messages], finished, record.model
 
-    async def delete_response(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Deletes a stored response; the last one of a conversation with its session."""
-        response_id = exchange.request.path_params["response_id"]
-        turn = StoredTurn.of(response_id)
-        await self._servicer.delete_turn(turn.session_id, turn.number, call)
-        await _reply(exchange, DeletedResponse(id=response_id))
-
-    async def complete(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Completes prompts."""
-        body = await exchange.read(CompletionRequest)
-        requests = self._checked(body, call)
-        options = {"has_logprobs": body.logprobs is not None, "has_token_ids": body.has_token_ids}
-        if body.stream:
-            room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests), is_streamed=True)
-            streams = [self._servicer.GenerateStream(each, call, room) for each in requests]
-            chunks = merge([_in_words_of(body, number, each) for number, each in enumerate(streams)])
-            await exchange.stream(
-                completions.events(
-                    chunks,
-                    body.model or self._model,
-                    body.num_completions,
-                    has_usage=body.has_usage,
-                    has_continuous_usage=body.has_continuous_usage,
-                    **options,
-                )
-            )
-            return
-        # All prompts are completed at the same time; the first failure ends the others.
-        room = ReplyRoom(COMPLETIONS, self._max_reply_bytes // len(requests))
-        calls = [_in_words_of(body, number, self._generated(each, call, room)) for number, each in enumerate(requests)]
-        found = {index: each async for index, each in merge(calls)}
-        responses = [found.pop(index) for index in range(len(requests))]
-        pieces = completions.reply(responses, body.num_completions, **options)
-        del responses
-        await exchange.reply_in_pieces(pieces)
-
-    async def embed(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Makes vectors of texts from the model's last hidden states."""
-        body = await exchange.read(EmbeddingRequest)
-        num_bytes = body.most_reply_bytes(self._servicer.hidden_size)
-        ReplyRoom(COMPLETIONS, self._max_reply_bytes).check_bytes(num_bytes, "input")
-        exchange.held.expect_reply(num_bytes)
-        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Embed(each, call))
-        pieces = readings.embeddings(body, found)
-        del found
-        await exchange.reply_in_pieces(pieces)
-
-    async def score(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Tells how probable queries are after documents."""
-        body = await exchange.read(ScoreRequest)
-        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
-        await _reply(exchange, ScoreList.of(found))
-
-    async def rerank(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Orders documents by how probable a query is after each of them."""
-        body = await exchange.read(RerankRequest)
-        found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
-        await _reply(exchange, Ranking.of(body, found))
-
-    async def describe_tokenizer(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Describes the tokenizer."""
-        await _reply(exchange, TokenizerFacts.model_validate(self._servicer.tokenizer_facts(call)))
-
-    async def tokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Splits a text or a conversation into tokens."""
-        body = await exchange.read(TokenizeRequest)
-        request = body.as_protocol()
-        with body.in_own_words():
-            found = await self._servicer.Tokenize(request, call)
-        model = await self._servicer.GetModel(pb.GetModelRequest(model=self._model), call)
-        pieces = tokenization.reply(found, model.context_length, has_texts=body.return_token_strs)
-        del found
-        await exchange.reply_in_pieces(pieces)
-
-    async def detokenize(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Joins tokens to a text."""
-        body = await exchange.read(DetokenizeRequest)
-        with body.in_own_words():
-            found = await self._servicer.Detokenize(body.as_protocol(), call)
-        await _reply(exchange, Detokenized(prompt=found.text))
-
-    async def create_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Creates a session."""
-        body = await exchange.read(SessionRequest, may_be_empty=True)
-        created = await self._servicer.CreateSession(pb.CreateSessionRequest(model=body.model), call)
-        await _reply(exchange, _session_facts(created))
-
-    async def get_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Describes a session."""
-        request = pb.GetSessionRequest(session_id=exchange.request.path_params["session_id"])
-        await _reply(exchange, _session_facts(await self._servicer.GetSession(request, call)))
-
-    async def delete_session(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Deletes a session."""
-        session_id = exchange.request.path_params["session_id"]
-        await self._servicer.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), call)
-        await _reply(exchange, DeletedSession(id=session_id))
-
-    async def watch_placement(self, exchange: Exchange, call: Call[KeyHolder]) -> None:
-        """Streams which servers hold which blocks, at first and after each change, until the caller leaves."""
-        call.caller.check(None, *self._servicer.model_names)
-        await exchange.stream(self._placement.watch(call.caller), is_watch=True)
-
-    def _checked(self, body: CompletionRequest, call: Call[KeyHolder]) -> list[pb.GenerateRequest]:
+    def _checked(self, body: CompletionRequest, call: KeyCall) -> list[pb.GenerateRequest]:
         """A request for each prompt. What they share is only repeated after the service has accepted the first one."""
         requests = body.as_protocol()
         first = next(requests)
@@ -393,7 +380,7 @@ class HttpRoutes:
         return [first, *requests]
 
     async def _generated(
-        self, request: pb.GenerateRequest, call: Call[KeyHolder], room: ReplyRoom
+        self, request: pb.GenerateRequest, call: KeyCall, room: ReplyRoom
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         yield await self._servicer.Generate(request, call, room)
 
@@ -453,16 +440,6 @@ async def _all(body: Body, requests: Iterator[Request], ask: Callable[[Request],
     return [results[index] for index in range(len(results))]
 
 
-async def _reply(exchange: Exchange, value: BaseModel) -> None:
-    await exchange.reply(value.model_dump_json().encode())
-
-
 def _session_facts(session: pb.Session) -> SessionFacts:
-    return SessionFacts(
-        id=session.session_id,
-        model=session.model,
-        num_tokens=session.num_tokens,
-        num_turns=session.num_turns,
-        busy=session.busy,
-        expires_in_seconds=session.expires_in_seconds,
-    )
+    facts = {name: getattr(session, name) for name in SessionFacts.model_fields if hasattr(session, name)}
+    return SessionFacts(id=session.session_id, **facts)

@@ -277,7 +277,7 @@ async def events_of(*chunks: pb.ChatChunk, shows_thinking: bool = True) -> list[
 def reply_of(answer: pb.ChatResponse, *, shows_thinking: bool = True) -> Any:
     own = pb.ChatResponse()
     own.CopyFrom(answer)
-    return json.loads(message_replies.reply(own, shows_thinking=shows_thinking))
+    return message_replies.reply(own, shows_thinking=shows_thinking).model_dump()
 
 
 def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
