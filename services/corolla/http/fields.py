@@ -65,6 +65,9 @@ _PATHS: Final[Paths] = {
 }
 """What has other paths here than in the protocol, in all requests."""
 
+Form = tuple[str, pb.ResponseFormat]
+"""The form of an answer in the protocol of gRPC, and the path of what describes it in the body."""
+
 Choices = Annotated[ListOf[str], MaxLen(MAX_CHOICES)]
 LogitBias = Annotated[
     MappingOf[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float],
@@ -166,7 +169,26 @@ class SamplingFields(Body):
     cache_salt: Text = Field("", description="Requests share cached prefixes only with requests of the same salt.")
 
     def paths(self, number: int = 0) -> Paths:
-        return _PATHS
+        found = dict(_PATHS)
+        for path, form in self._forms():
+            kind = form.WhichOneof("format")
+            found |= {"response_format": path, f"response_format.{kind}": path}
+            found |= {"response_format.choice.texts": path} if kind == "choice" else {}
+        return found
+
+    def _forms(self) -> Iterator[Form]:
+        """Yields each form of the answer that is set. Raises InvalidRequest for a schema that is missing or no object.
+
+        A body may have several names for it.
+        """
+        yield from ()
+
+    def form(self) -> pb.ResponseFormat | None:
+        """The form of the answer, by whichever of its names it was given. Raises InvalidRequest for several."""
+        forms = list(self._forms())
+        if len(forms) > 1:
+            raise InvalidRequest(forms[1][0], f"must not be set together with {forms[0][0]}")
+        return forms[0][1] if forms else None
 
     def sampling(self) -> pb.SamplingParameters:
         """The sampling parameters in the protocol of gRPC."""
@@ -217,14 +239,6 @@ class AnswerFields(SamplingFields):
     )
     store: Annotated[Any, Ignored((False,))] = Unheeded
 
-    def paths(self, number: int = 0) -> Paths:
-        found = dict(super().paths(number))
-        for path, form in self._forms():
-            kind = form.WhichOneof("format")
-            found |= {"response_format": path, f"response_format.{kind}": path}
-            found |= {"response_format.choice.texts": path} if kind == "choice" else {}
-        return found
-
     @property
     def streamed_usage(self) -> dict[str, bool]:
         """Whether a stream ends with the usage, and whether each of its events has the usage so far."""
@@ -251,36 +265,24 @@ class AnswerFields(SamplingFields):
             "cache_salt": self.cache_salt,
             "num_completions": self.n,
             "continuous_usage": self.streamed_usage["has_continuous_usage"],
-            "response_format": self._format(),
+            "response_format": self.form(),
         }
 
-    def _format(self) -> pb.ResponseFormat | None:
-        """The form of the answer, by whichever of its names it was given. Raises InvalidRequest for several."""
-        forms = list(self._forms())
-        if len(forms) > 1:
-            raise InvalidRequest(forms[1][0], f"must not be set together with {forms[0][0]}")
-        return forms[0][1] if forms else None
-
-    def _forms(self) -> Iterator[tuple[str, pb.ResponseFormat]]:
-        """Yields each form that is set, with its path. Raises InvalidRequest for a schema that is not an object."""
-        if (form := response_format(self.response_format)) is not None:
-            yield form
+    def _forms(self) -> Iterator[Form]:
+        if self.response_format is not None:
+            yield from self.response_format.forms("response_format")
         outputs = self.structured_outputs or StructuredOutputs.model_validate({})
-        for schema_path, schema in (
-            ("guided_json", self.guided_json),
-            ("structured_outputs.json", outputs.json_schema),
-        ):
+        for path, schema in (("guided_json", self.guided_json), ("structured_outputs.json", outputs.json_schema)):
             if schema is not None:
-                value = parsed(schema, schema_path) if isinstance(schema, str) else schema
-                yield schema_path, pb.ResponseFormat(json_schema=as_json(value))
-        for regex_path, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", outputs.regex)):
+                yield schema_form(parsed(schema, path) if isinstance(schema, str) else schema, path)
+        for path, regex in (("guided_regex", self.guided_regex), ("structured_outputs.regex", outputs.regex)):
             if regex is not None:
-                yield regex_path, pb.ResponseFormat(regex=regex)
-        for texts_path, texts in (("guided_choice", self.guided_choice), ("structured_outputs.choice", outputs.choice)):
+                yield path, pb.ResponseFormat(regex=regex)
+        for path, texts in (("guided_choice", self.guided_choice), ("structured_outputs.choice", outputs.choice)):
             if texts is not None:
-                yield texts_path, pb.ResponseFormat(choice=pb.Choice(texts=texts))
+                yield path, pb.ResponseFormat(choice=pb.Choice(texts=texts))
         if outputs.json_object and outputs.json_schema is None:
-            yield "structured_outputs.json_object", pb.ResponseFormat(json_schema='{"type":"object"}')
+            yield schema_form({"type": "object"}, "structured_outputs.json_object")
 
 
 class JsonSchema(Fields):
@@ -295,30 +297,53 @@ class JsonSchema(Fields):
 class TextFormat(Fields):
     type: Literal["text"]
 
+    def forms(self, place: str) -> Iterator[Form]:
+        """Yields the form that this part of a body, at `place`, describes. Raises InvalidRequest."""
+        yield from ()
+
 
 class JsonObjectFormat(Fields):
     type: Literal["json_object"]
     json_schema: dict[str, Any] | None = Field(None, alias="schema", description="As llama.cpp has it.")
+
+    def forms(self, place: str) -> Iterator[Form]:
+        if self.json_schema is None:
+            yield place, pb.ResponseFormat(json_object=pb.JsonObject())
+        else:
+            yield schema_form(self.json_schema, f"{place}.schema")
 
 
 class JsonSchemaFormat(Fields):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
+    def forms(self, place: str) -> Iterator[Form]:
+        given = self.json_schema
+        yield schema_form(given.json_schema, f"{place}.json_schema.schema", is_strict=given.strict)
+
 
 class RegexFormat(Fields):
     type: Literal["regex"]
     regex: str
+
+    def forms(self, place: str) -> Iterator[Form]:
+        yield f"{place}.regex", pb.ResponseFormat(regex=self.regex)
 
 
 class ChoiceFormat(Fields):
     type: Literal["choice"]
     choice: Choices
 
+    def forms(self, place: str) -> Iterator[Form]:
+        yield f"{place}.choice", pb.ResponseFormat(choice=pb.Choice(texts=self.choice))
+
 
 class LarkFormat(Fields):
     type: Literal["lark"]
     lark: str = Field(description="A grammar as llguidance reads it.")
+
+    def forms(self, place: str) -> Iterator[Form]:
+        yield f"{place}.lark", pb.ResponseFormat(lark=self.lark)
 
 
 ResponseFormat = Annotated[
@@ -341,26 +366,6 @@ class StructuredOutputs(Fields):
 AnswerFields.model_rebuild()
 
 
-def response_format(given: ResponseFormat | None) -> tuple[str, pb.ResponseFormat] | None:
-    """The form of an answer in the protocol of gRPC, and the path of what describes it. Raises InvalidRequest."""
-    match given:
-        case None | TextFormat():
-            return None
-        case JsonObjectFormat(json_schema=None):
-            return "response_format", pb.ResponseFormat(json_object=pb.JsonObject())
-        case JsonObjectFormat(json_schema=schema):
-            return "response_format.schema", json_schema_format(schema, "response_format.schema")
-        case JsonSchemaFormat(json_schema=schema):
-            path = "response_format.json_schema.schema"
-            return path, json_schema_format(schema.json_schema, path, is_strict=schema.strict)
-        case RegexFormat(regex=regex):
-            return "response_format.regex", pb.ResponseFormat(regex=regex)
-        case ChoiceFormat(choice=texts):
-            return "response_format.choice", pb.ResponseFormat(choice=pb.Choice(texts=texts))
-        case LarkFormat(lark=lark):
-            return "response_format.lark", pb.ResponseFormat(lark=lark)
-
-
 def are_several(given: Any) -> bool:
     """True for a list of texts, or of lists of token ids; False for one text, or the token ids of one."""
     return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
@@ -381,13 +386,11 @@ def type_of(given: Any) -> Any:
     return given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
 
 
-def json_schema_format(
-    schema: Mapping[str, Any] | None, field: str, *, is_strict: bool | None = None
-) -> pb.ResponseFormat:
-    """The form that a JSON schema describes. Raises InvalidRequest if the schema is missing."""
+def schema_form(schema: Any, path: str, *, is_strict: bool | None = None) -> Form:
+    """The form that the JSON Schema at a path describes. Raises InvalidRequest if the schema is missing."""
     if schema is None:
-        raise InvalidRequest(field, "must be set")
-    return pb.ResponseFormat(json_schema=as_json(schema), strict=bool(is_strict))
+        raise InvalidRequest(path, "must be set")
+    return path, pb.ResponseFormat(json_schema=as_json(schema), strict=bool(is_strict))
 
 
 def as_json(value: Any) -> str:

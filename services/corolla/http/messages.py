@@ -1,6 +1,6 @@
 """`/v1/messages` and `/v1/messages/count_tokens` in Anthropic's dialect: their requests, in the protocol of gRPC."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final, Literal, Self
 
 from annotated_types import MaxLen
@@ -23,6 +23,7 @@ from corolla.http.fields import (
     Body,
     Fields,
     Flag,
+    Form,
     Int32,
     ListOf,
     ModelName,
@@ -31,7 +32,6 @@ from corolla.http.fields import (
     Text,
     Tolerated,
     as_json,
-    json_schema_format,
     type_of,
 )
 from corolla.http.foreign_fields import OF_ANTHROPIC, unread
@@ -212,7 +212,6 @@ class ConversationBody(Body):
             **self._joined().paths,
             "continue_last_message": f"messages[{len(self.messages) - 1}]",
             "prompt": "messages",
-            "response_format.json_schema": "output_config.format.schema",
             "stopping.stop": "stop_sequences",
             "template_arguments.reasoning_effort": "output_config.effort",
             "text": "messages",
@@ -268,7 +267,6 @@ class MessageRequest(ConversationBody, SamplingFields):
     def as_protocol(self) -> pb.ChatRequest:
         """The request in the protocol of gRPC."""
         conversation = self.as_conversation()
-        form = self.output_config.format if self.output_config is not None else None
         return pb.ChatRequest(
             model=self.model,
             messages=conversation.messages,
@@ -280,14 +278,14 @@ class MessageRequest(ConversationBody, SamplingFields):
             sampling=self.sampling(),
             stopping=self.stopping(self.max_tokens, self.stop_sequences),
             cache_salt=self.cache_salt,
-            response_format=(
-                None
-                if form is None
-                else json_schema_format(form.json_schema, "output_config.format.schema", is_strict=form.strict)
-            ),
+            response_format=self.form(),
             # The first event has the number of tokens of the prompt.
             continuous_usage=bool(self.stream),
         )
+
+    def _forms(self) -> Iterator[Form]:
+        if self.output_config is not None and self.output_config.format is not None:
+            yield from self.output_config.format.forms("output_config.format")
 
     def _choice(self) -> ToolMode | FunctionName | None:
         match self.tool_choice:

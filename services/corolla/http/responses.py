@@ -30,6 +30,7 @@ from corolla.http.fields import (
     MAX_NAMES,
     Body,
     Fields,
+    Form,
     Int32,
     JsonObjectFormat,
     JsonSchema,
@@ -40,7 +41,7 @@ from corolla.http.fields import (
     TextFormat,
     Tolerated,
     Unheeded,
-    json_schema_format,
+    schema_form,
     type_of,
 )
 from corolla.http.foreign_fields import OF_RESPONSES, Ignored, unread
@@ -155,6 +156,9 @@ class JsonSchemaText(JsonSchema):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
+    def forms(self, place: str) -> Iterator[Form]:
+        yield schema_form(self.json_schema, f"{place}.schema", is_strict=self.strict)
+
 
 def _kind_of_choice(choice: Any) -> str:
     if isinstance(choice, str):
@@ -228,9 +232,6 @@ class ResponseRequest(SamplingFields):
             "text": "input",
             "tool_choice.mode": "tool_choice",
         }
-        has_schema = getattr(_format(self.text), "json_schema", None) is not None
-        form = "text.format.schema" if has_schema else "text.format"
-        found |= {"response_format": form, "response_format.json_schema": form, "response_format.json_object": form}
         for index, (_, places) in enumerate(self._messages(), start=number):
             found |= {f"messages[{index}]{part}": place for part, place in places.items()}
         for index, place in enumerate(allowed_places(self.tools, self.tool_choice)):
@@ -269,12 +270,16 @@ class ResponseRequest(SamplingFields):
             stopping=self.stopping(self.max_output_tokens, None),
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
             cache_salt=self.cache_salt,
-            response_format=_format_of(self.text),
+            response_format=self.form(),
             tools=tools_of(self.tools, self.tool_choice),
             tool_choice=choice_of(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             template_arguments=struct_of({"reasoning_effort": effort} if effort is not None else {}),
         )
+
+    def _forms(self) -> Iterator[Form]:
+        if self.text is not None and self.text.format is not None:
+            yield from self.text.format.forms("text.format")
 
     def _messages(self) -> Iterator[tuple[pb.ChatMessage, Paths]]:
         """Yields each message of the input with the paths of its parts, by those below the message."""
@@ -387,18 +392,3 @@ def _joined(items: Sequence[tuple[str, AnyItem]]) -> Iterator[tuple[pb.ChatMessa
                 assistant.reasoning = "".join(part.spoken for part in item.content or item.summary or ())
     if assistant is not None:
         yield assistant, places
-
-
-def _format(options: TextOptions | None) -> TextFormat | JsonObjectFormat | JsonSchemaText | None:
-    return options.format if options is not None else None
-
-
-def _format_of(options: TextOptions | None) -> pb.ResponseFormat | None:
-    match _format(options):
-        case JsonObjectFormat(json_schema=None):
-            return pb.ResponseFormat(json_object=pb.JsonObject())
-        case JsonObjectFormat(json_schema=schema):
-            return json_schema_format(schema, "text.format.schema")
-        case JsonSchemaText(json_schema=schema, strict=is_strict):
-            return json_schema_format(schema, "text.format.schema", is_strict=is_strict)
-    return None
