@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.chassis.errors import CorollaError, InvalidRequest
+from corolla.cli.ask_options import BenchLoad, Place
 from corolla.cli.bench_load import PERCENTILES, REFUSED, AnswerTimes, Load, ServiceLevel, arrivals_s
 from corolla.cli.interruption import EXIT_INTERRUPTED
 from corolla.sdk.async_client import AsyncClient
@@ -28,30 +28,7 @@ _FIRST_WORD = 256
 """The lowest token id that prompts use, if the vocabulary is large enough; lower ids are often special tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The load to put on a service.
-
-    Attributes:
-        rate: requests a second.
-        seconds: how long requests are sent.
-        max_concurrency: the most requests at a time; a further one waits here, and its times include the wait. None:
-            any number.
-        prompt_tokens, answer_tokens: tokens of each prompt, and of each answer.
-        seed: the seed of prompts and arrival times.
-    """
-
-    rate: float
-    seconds: float
-    max_concurrency: int | None
-    prompt_tokens: int
-    answer_tokens: int
-    seed: int
-
-
-def run_bench(
-    client: Callable[[], AsyncClient], model: str, options: BenchOptions, level: ServiceLevel, *, as_json: bool
-) -> int:
+def run_bench(place: Place, options: BenchLoad, level: ServiceLevel, *, as_json: bool) -> int:
     """Loads a service and prints the measurements, also after Ctrl-C.
 
     Returns:
@@ -59,7 +36,7 @@ def run_bench(
     """
     load = Load()
     with _progress(as_json=as_json) as show:
-        elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(client, model))
+        elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(place))
     if as_json:
         sys.stdout.write(json.dumps(load.summary(level, elapsed_s)) + "\n")
     else:
@@ -70,17 +47,18 @@ def run_bench(
 
 
 class _Bench:
-    def __init__(self, options: BenchOptions, load: Load, show: Callable[[float, Load], None]) -> None:
+    def __init__(self, options: BenchLoad, load: Load, show: Callable[[float, Load], None]) -> None:
         self._options = options
         self._load = load
         self._show = show
         self._random = random.Random(options.seed)
-        most = options.max_concurrency
+        most = options.concurrency
         self._places = asyncio.Semaphore(most) if most is not None else contextlib.nullcontext()
 
-    async def run(self, client: Callable[[], AsyncClient], model: str) -> tuple[float, bool]:
+    async def run(self, place: Place) -> tuple[float, bool]:
         """Sends the requests. Returns the seconds until the last answer, and whether Ctrl-C ended the run early."""
-        async with client() as asked:
+        model = place.model
+        async with place.client(AsyncClient) as asked:
             models = await asked.models()
             found = next((each for each in models if model in ("", each.name)), models[0])
             needed = self._options.prompt_tokens + self._options.answer_tokens

@@ -1,7 +1,7 @@
 """Commands that run one service in this process, and the command that drains a block server."""
 
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +42,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def router(
+    context: typer.Context,
     port: Port = None,
     host: Host = None,
     redis_url: Annotated[str | None, _option("Redis that holds all state.")] = None,
@@ -50,16 +51,11 @@ def router(
     settings: Settings = False,
 ) -> int:
     """Runs a router: it records which servers hold which blocks, and the sessions."""
-    if settings:
-        from corolla.router.settings import RouterSettings
-
-        return _print_settings(RouterSettings)
-    from corolla.router.service import run
-
-    return run(port=port, host=host, redis_url=redis_url, metrics_port=metrics_port, log_level=log_level)
+    return _run(context.params, "corolla.router.settings.RouterSettings", "corolla.router.service")
 
 
 def block_server(
+    context: typer.Context,
     model: Model = None,
     blocks: Annotated[str | None, _option("start:end, or auto, to let the router choose.")] = None,
     capacity_blocks: Annotated[int | None, _option("The most blocks to hold, with --blocks auto.")] = None,
@@ -82,23 +78,12 @@ def block_server(
     ] = False,
 ) -> int:
     """Runs a block server: it holds a span of the model's blocks and computes them."""
-    if settings:
-        from corolla.block_server.settings import BlockServerSettings
-
-        return _print_settings(BlockServerSettings)
-    start: Callable[..., int]
-    if check:
-        from corolla.cli.start_check import run_check as start
-    else:
-        from corolla.block_server.__main__ import run as start
-    return start(
-        model=model, blocks=blocks, capacity_blocks=capacity_blocks, router=router, port=port, host=host,
-        advertised_host=advertised_host, dtype=dtype, quantization=quantization, device=device, threads=threads,
-        kv_cache_mib=kv_cache_mib, control_port=control_port, metrics_port=metrics_port, log_level=log_level,
-    )  # fmt: skip
+    module = "corolla.cli.start_check" if context.params.pop("check") else "corolla.block_server.__main__"
+    return _run(context.params, "corolla.block_server.settings.BlockServerSettings", module)
 
 
 def client(
+    context: typer.Context,
     model: Model = None,
     router: Router = None,
     port: Port = None,
@@ -113,17 +98,7 @@ def client(
     settings: Settings = False,
 ) -> int:
     """Runs a client service: the public API for completions and chats."""
-    if settings:
-        from corolla.client.settings import ClientSettings
-
-        return _print_settings(ClientSettings)
-    from corolla.client.__main__ import run
-
-    return run(
-        model=model, router=router, port=port, http_port=http_port, host=host, served_model_name=served_model_name,
-        dtype=dtype, quantization=quantization, api_keys_file=api_keys_file, metrics_port=metrics_port,
-        log_level=log_level,
-    )  # fmt: skip
+    return _run(context.params, "corolla.client.settings.ClientSettings", "corolla.client.__main__")
 
 
 def drain(
@@ -143,6 +118,18 @@ def drain(
         "drained" + (f"; {left} sessions found no room elsewhere and will be replayed" if left else "") + "\n"
     )
     return 0
+
+
+def _run(options: dict[str, Any], settings: str, module: str) -> int:
+    """Calls `run` of a module with a command's options; or prints all settings of the class, if that was asked.
+
+    Both are named, since only one of them is imported, and both are slow to import.
+    """
+    if options.pop("settings"):
+        package, _, name = settings.rpartition(".")
+        return _print_settings(getattr(import_module(package), name))
+    status: int = import_module(module).run(**options)
+    return status
 
 
 def _print_settings(model: Any) -> int:

@@ -12,7 +12,7 @@ from corolla.block_server.start_check import Checked, check_start
 from corolla.cli.advice import sentence_of
 
 
-def run_check(**overrides: Any) -> int:
+def run(**overrides: Any) -> int:
     """Tries whether a block server would start. Returns 0 if it would, else 1."""
     checked = check_start(sentence_of, **overrides)
     Console(highlight=False).print(check_table(checked))

@@ -11,7 +11,7 @@ from corolla.chassis import errors
 from corolla.chassis.status import parse_status, to_status
 from corolla.cli.advice import sentence_of
 from corolla.cli.app import main
-from corolla.cli.ask_options import api_key
+from corolla.cli.ask_options import Place
 from corolla.v1 import generation_pb2 as pb
 from tests.generation_server import API_KEY, GenerationServer
 from tests.terminal import Terminal
@@ -80,12 +80,12 @@ def test_a_stream_of_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str
 
 def test_a_file_of_a_key_is_read_at_each_request(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    shown = api_key("given", file)
+    shown = Place(api_key="given", api_key_file=file).key
     for token in ("first", "second"):
         file.write_text(f"{token}\n")
         assert callable(shown)
         assert shown() == token
-    assert api_key("given", None) == "given"
+    assert Place(api_key="given").key == "given"
     assert main(["generate", "one two", "--api-key-file", str(file)]) == 0
 
 
