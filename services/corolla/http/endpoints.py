@@ -19,36 +19,25 @@ Behaviour = Callable[[Exchange, Call[KeyHolder]], Awaitable[None]]
 """Reads the body of a POST and replies; other requests are without one. Raises errors of `corolla.chassis.errors`."""
 
 
-HeaderCheck = Callable[[Mapping[str, str]], None]
-"""Checks the headers of a request. Raises InvalidRequest."""
-
-
 UNKNOWN_PATH: Final = "unknown path"
 ANY_OTHER: Final = "other"
 
 
+@dataclass(frozen=True, slots=True)
 class EndpointFactory:
     """Makes the endpoint of a route from its behaviours.
 
-    Args:
+    Attributes:
         authenticate: finds the caller, as for gRPC.
         pages: checks which web pages may send requests; None: all, since callers need a key.
         origins: the origins whose pages may read replies of a service that asks for keys.
     """
 
-    def __init__(
-        self,
-        authenticate: Authenticate,
-        metrics: HttpMetrics,
-        limits: Limits,
-        pages: OwnPages | None = None,
-        origins: AllowedOrigins = NO_ORIGINS,
-    ) -> None:
-        self._authenticate = authenticate
-        self._pages = pages
-        self._origins = origins if pages is None else pages.origins
-        self._metrics = metrics
-        self._limits = limits
+    authenticate: Authenticate
+    metrics: HttpMetrics
+    limits: Limits
+    pages: OwnPages | None = None
+    origins: AllowedOrigins = NO_ORIGINS
 
     def endpoint(
         self,
@@ -69,43 +58,49 @@ class EndpointFactory:
         if "GET" in behaviours and not is_of_page:
             # The server sends no body in reply to HEAD.
             behaviours = {**behaviours, "HEAD": behaviours["GET"]}
+        authenticate = None if is_open else self.authenticate
         guards = {
-            method: Guard(
-                f"{method} {route}", self._metrics, None if is_open else self._authenticate, is_audited=not is_open
-            )
+            method: Guard(f"{method} {route}", self.metrics, authenticate, is_audited=not is_open)
             for method in behaviours
         }
-        check: HeaderCheck | None = None
-        if self._pages is not None:
-            rules = self._pages
-            check = rules.check_host if is_open else rules.check_reader if is_of_page else rules.check
-        origins = NO_ORIGINS if is_of_page else self._origins
+        check: Callable[[Mapping[str, str]], None] | None = None
+        if self.pages is not None:
+            check = self.pages.check_host if is_open else self.pages.check_reader if is_of_page else self.pages.check
         # Strangers choose the names of methods, so all others of a route are counted as one.
-        others = Guard(f"{ANY_OTHER} {route}", self._metrics, None, is_audited=False)
-        return Endpoint(behaviours, guards, others, self._metrics, self._limits, check, origins, dialect)
+        others = Guard(f"{ANY_OTHER} {route}", self.metrics, None, is_audited=False)
+        origins = NO_ORIGINS if is_of_page else self._readers
+        return Endpoint(self, behaviours, guards, others, check, origins, dialect)
 
     @property
     def not_found(self) -> "Endpoint":
         """The application for unknown paths."""
-        unknown = Guard(UNKNOWN_PATH, self._metrics, None, is_audited=False)
-        return Endpoint({}, {}, unknown, self._metrics, self._limits, None, self._origins, OPENAI)
+        unknown = Guard(UNKNOWN_PATH, self.metrics, None, is_audited=False)
+        return Endpoint(self, {}, {}, unknown, None, self._readers, OPENAI)
+
+    @property
+    def _readers(self) -> AllowedOrigins:
+        return self.origins if self.pages is None else self.pages.origins
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An ASGI application for one route."""
+    """An ASGI application for one route.
 
+    Attributes:
+        check: checks the headers of a request. It raises InvalidRequest.
+    """
+
+    made_by: EndpointFactory
     behaviours: Mapping[str, Behaviour]
     guards: Mapping[str, Guard]
     others: Guard
-    metrics: HttpMetrics
-    limits: Limits
-    check: HeaderCheck | None
+    check: Callable[[Mapping[str, str]], None] | None
     origins: AllowedOrigins
     dialect: Dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self.limits, self.metrics, self.dialect)
+        limits = self.made_by.limits
+        exchange = Exchange(scope, receive, send, limits, self.made_by.metrics, self.dialect)
         exchange.more_headers = self.origins.headers(exchange.headers)
         behaviour = self.behaviours.get(scope["method"], self._refuse)
         guard = self.guards.get(scope["method"], self.others)
@@ -114,7 +109,7 @@ class Endpoint:
             if self.check is not None and guard is not self.others:
                 self.check(exchange.headers)
             await guard.let_in(call)
-            with self.limits.held.hold(call) as exchange.held:
+            with limits.held.hold(call) as exchange.held:
                 call.held = exchange.held
                 if exchange.request.method in self.behaviours.keys() - {"POST"}:
                     await exchange.without_body()

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,7 +27,6 @@ _MAX_HEAD_BYTES: Final = 32 << 10
 _KEEP_ALIVE_S: Final = 75
 _TLS_TIMEOUT_S: Final = 10.0
 _LAST_EVENTS_S: Final = 1.0
-_LOOK_INTERVAL_S: Final = 0.1
 _FULL_BODY: Final = body_of(ServiceUnavailable("the service has too many connections"))
 _FULL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
@@ -81,20 +80,26 @@ class HttpServer:
         config.load()
         server = _Server(config)
         acceptor = Acceptor(self._socket, self._max_connections, partial(self._serve, server), self._refuse)
-        self._running = _Running(server, acceptor)
+        # uvicorn gets accepted connections and listens on no socket itself.
+        self._running = _Running(server, asyncio.create_task(server.serve(sockets=[])), acceptor)
 
     async def run(self) -> None:
         """Waits for ever, or until serving fails; then it raises the error."""
         if (running := self._running) is not None:
-            while not running.failure.done():
-                await asyncio.wait({running.failure}, timeout=_LOOK_INTERVAL_S)
-            await running.failure
+            tasks = (running.acceptor.accepting, running.serving)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.result()
+            # Without a failure, both end because the service stops, which ends this task, too.
+            await asyncio.Event().wait()
 
     async def stop(self, grace_s: float) -> None:
         """Stops accepting connections, gives running requests `grace_s` seconds, and then ends them."""
         running, self._running = self._running, None
         if running is not None:
-            await running.end_accepting()
+            running.acceptor.stop()
+            await asyncio.wait({running.acceptor.accepting})
         self._socket.close()
         if running is None:
             return
@@ -102,7 +107,9 @@ class HttpServer:
         for task in tasks:
             if (connection := self._connections.get(task)) is None or not connection.is_open:
                 task.cancel()
-        await running.leave(grace_s)
+        running.server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        running.server.should_exit = True
+        await running.serving
         # Cancelled answers send their error, and their connections close.
         await _ended(tasks)
         for connection in self._connections.values():
@@ -153,35 +160,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Running:
-    """The tasks that run between start and stop.
+class _Running(NamedTuple):
+    """What runs between start and stop."""
 
-    Attributes:
-        failure: a future that raises the first error of a task.
-    """
-
-    def __init__(self, server: _Server, acceptor: Acceptor) -> None:
-        loop = asyncio.get_running_loop()
-        self.acceptor = acceptor
-        self._server = server
-        # uvicorn gets accepted connections and listens on no socket itself.
-        self._serving = loop.create_task(server.serve(sockets=[]))
-        self.failure: asyncio.Future[None] = loop.create_future()
-        for task in (acceptor.accepting, self._serving):
-            task.add_done_callback(self._note)
-
-    async def end_accepting(self) -> None:
-        self.acceptor.stop()
-        await asyncio.wait({self.acceptor.accepting})
-
-    async def leave(self, grace_s: float) -> None:
-        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        self._server.should_exit = True
-        await self._serving
-
-    def _note(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (failure := task.exception()) is not None and not self.failure.done():
-            self.failure.set_exception(failure)
+    server: _Server
+    serving: asyncio.Task[None]
+    acceptor: Acceptor
 
 
 async def _ended(tasks: set[asyncio.Task[None]]) -> None:

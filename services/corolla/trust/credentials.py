@@ -137,7 +137,46 @@ _NAMES: Final = "x509_subject_alternative_name"
 _CERTIFICATE: Final = "x509_pem_cert"
 
 
-class Credentials:
+class _Listening:
+    """TLS for listeners, which follows changes of the files.
+
+    A listener keeps its context for ever, so its callback chooses the newest one for each handshake.
+    """
+
+    _taking: ssl.SSLContext
+    _rpc: grpc.ServerCertificateConfiguration
+
+    def __init__(self, folder: Path, *, asks_for_certificates: bool) -> None:
+        self._asks_for_certificates = asks_for_certificates
+        self._listening = _context(ssl.PROTOCOL_TLS_SERVER, folder, asks_for_certificates=asks_for_certificates)
+        self._listening.sni_callback = self._choose
+
+    def for_listeners(self) -> ssl.SSLContext:
+        """Returns the TLS context for listeners."""
+        return self._listening
+
+    def for_rpc_servers(self) -> grpc.ServerCredentials:
+        """Returns the credentials for gRPC servers.
+
+        Servers accept TLS 1.2, too, unless the process has `TLS_1_3_ONLY` set.
+        """
+        seen = self._rpc
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Returns the configuration for a new connection; None: it has not changed."""
+            nonlocal seen
+            if seen is self._rpc:
+                return None
+            seen = self._rpc
+            return seen
+
+        return grpc.dynamic_ssl_server_credentials(seen, fetch, self._asks_for_certificates)  # type: ignore[arg-type]
+
+    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._taking
+
+
+class Credentials(_Listening):
     """The certificate of a process, and its checks of other certificates, for mutual TLS.
 
     Args:
@@ -161,9 +200,7 @@ class Credentials:
         self._verifier = CertificateVerifier(b"", b"")
         names = (CERTIFICATE_FILE, KEY_FILE, AUTHORITY_FILE)
         self.files = WatchedFiles("COROLLA_TLS_DIR", folder, names, self._take, optional=(REVOCATIONS_FILE,))
-        # A listener keeps its context for ever, so the callback chooses the newest context for each handshake.
-        self._listening = _context(ssl.PROTOCOL_TLS_SERVER, folder)
-        self._listening.sni_callback = self._choose
+        super().__init__(folder, asks_for_certificates=True)
 
     @property
     def certificate(self) -> bytes:
@@ -173,17 +210,6 @@ class Credentials:
     def for_connections(self) -> ssl.SSLContext:
         """Returns the TLS context for a connection that begins now. It does not check the other end's workload."""
         return self._calling
-
-    def for_listeners(self) -> ssl.SSLContext:
-        """Returns the TLS context for listeners, which follows changes of the files."""
-        return self._listening
-
-    def for_rpc_servers(self) -> grpc.ServerCredentials:
-        """Returns the credentials for gRPC servers, which follow changes of the files.
-
-        Servers accept TLS 1.2, too, unless the process has `TLS_1_3_ONLY` set.
-        """
-        return _rpc_servers(lambda: self._rpc, shows_certificate=True)
 
     def for_channels(self) -> grpc.ChannelCredentials:
         """Returns the credentials for a channel that is opened now."""
@@ -229,11 +255,8 @@ class Credentials:
         self._verifier = verifier
         self.version += 1
 
-    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = self._taking
 
-
-class PublicCertificate:
+class PublicCertificate(_Listening):
     """The certificate of a public port, whose callers need no certificate.
 
     Args:
@@ -249,40 +272,12 @@ class PublicCertificate:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.files = WatchedFiles("COROLLA_PUBLIC_TLS_DIR", folder, (CERTIFICATE_FILE, KEY_FILE), self._take)
-        self._listening = _public_context(folder)
-        self._listening.sni_callback = self._choose
-
-    def for_listeners(self) -> ssl.SSLContext:
-        """Returns the TLS context for listeners, which follows changes of the files."""
-        return self._listening
-
-    def for_rpc_servers(self) -> grpc.ServerCredentials:
-        """Returns the credentials for gRPC servers, which follow changes of the files."""
-        return _rpc_servers(lambda: self._rpc, shows_certificate=False)
+        super().__init__(folder, asks_for_certificates=False)
 
     def _take(self, contents: Contents) -> None:
         certificate, key = contents
-        self._taking = _public_context(self._folder)
+        self._taking = _context(ssl.PROTOCOL_TLS_SERVER, self._folder, asks_for_certificates=False)
         self._rpc = grpc.ssl_server_certificate_configuration([(key, certificate)])
-
-    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        connection.context = self._taking
-
-
-def _rpc_servers(
-    newest: Callable[[], grpc.ServerCertificateConfiguration], *, shows_certificate: bool
-) -> grpc.ServerCredentials:
-    seen = newest()
-
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Returns the configuration for a new connection; None: it has not changed."""
-        nonlocal seen
-        if seen is newest():
-            return None
-        seen = newest()
-        return seen
-
-    return grpc.dynamic_ssl_server_credentials(seen, fetch, require_client_authentication=shows_certificate)  # type: ignore[arg-type]
 
 
 def workload_of_transport(transport: asyncio.BaseTransport) -> Workload | None:
@@ -301,26 +296,16 @@ def names_of_call(auth_context: Mapping[str, Iterable[bytes]]) -> list[str]:
     return [name.decode(errors="replace") for name in auth_context.get(_NAMES, ())]
 
 
-def _context(protocol: int, folder: Path) -> ssl.SSLContext:
+def _context(protocol: int, folder: Path, *, asks_for_certificates: bool = True) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Pods have no stable host names, so the workload in the certificate identifies them.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(folder / AUTHORITY_FILE)
-    _load_chain(context, folder)
-    return context
-
-
-def _public_context(folder: Path) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    _load_chain(context, folder)
-    return context
-
-
-def _load_chain(context: ssl.SSLContext, folder: Path) -> None:
+    if asks_for_certificates:
+        # Pods have no stable host names, so the workload in the certificate identifies them.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(folder / AUTHORITY_FILE)
     context.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE, password=_refuse_password)
+    return context
 
 
 def _refuse_password() -> str:
