@@ -7,7 +7,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any, Final, TypeVar
 
@@ -106,19 +106,6 @@ def compact(value: Any) -> str:
     """JSON without blanks, and without any character that a reader may take for an end of line."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text if text.isascii() else text.translate(_LINE_ENDS)
-
-
-def joined(pieces: Iterable[str]) -> Iterator[bytes]:
-    """The pieces of a text, as few of them as are quickly encoded and sent."""
-    parts, num_chars = [], 0
-    for piece in pieces:
-        parts.append(piece)
-        num_chars += len(piece)
-        if num_chars >= PIECE_CHARS:
-            yield "".join(parts).encode()
-            parts, num_chars = [], 0
-    if parts:
-        yield "".join(parts).encode()
 
 
 async def list_texts(

@@ -15,7 +15,6 @@ from corolla.http.answers import (
     compact,
     escaped,
     ids_text,
-    joined,
     new_id,
     now_s,
     usage_of,
@@ -220,7 +219,7 @@ async def events(
                 continue
             usage = f',"usage":{compact(usage_of(chunk.usage).model_dump())}' if has_continuous_usage else ""
             tail = f'{token_ids},"finish_reason":{compact(reason)}}}]{usage}}}\n\n'
-            yield b"".join(joined((f'{head}{index},"text":{escaped(text)},"logprobs":', *logprobs, tail)))
+            yield "".join((f'{head}{index},"text":{escaped(text)},"logprobs":', *logprobs, tail)).encode()
     if has_usage:
         usage_facts = {**facts, "choices": [], "usage": usage_of(*counted.values()).model_dump()}
         yield f"data: {compact(usage_facts)}\n\n".encode()

@@ -24,7 +24,7 @@ from corolla.chassis.errors import (
 from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
 from corolla.client.held_bytes import HeldBytes, Holding
 from corolla.http import body_faults
-from corolla.http.answers import PIECE_CHARS, joined
+from corolla.http.answers import PIECE_CHARS
 from corolla.http.body_values import check_values
 from corolla.http.connections import connection_of
 from corolla.http.dialects import OPENAI, Dialect
@@ -225,12 +225,11 @@ class Exchange:
                 waiting.append(piece)
                 num_chars += len(piece)
                 if num_chars >= PIECE_CHARS:
-                    made = list(joined(waiting))
-                    self.held.add_reply(sum(map(len, made)))
-                    parts += made
+                    parts.append("".join(waiting).encode())
+                    self.held.add_reply(len(parts[-1]))
                     waiting, num_chars = [], 0
                     await asyncio.sleep(0)
-        await self._reply([*parts, *joined(waiting)], JSON, 200, {})
+        await self._reply([*parts, "".join(waiting).encode()], JSON, 200, {})
 
     async def _reply(self, parts: Sequence[bytes], kind: str, status: int, headers: dict[str, str]) -> None:
         self.end_watch()

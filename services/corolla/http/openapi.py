@@ -1,7 +1,7 @@
 """The OpenAPI document and the routes, both made from the operations."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final
 
@@ -70,7 +70,13 @@ def _models(operations: Sequence[Operation]) -> list[tuple[type[BaseModel], Any]
 
 
 def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]:
-    replies = {"200": {"description": "It was done.", "content": dict(_contents(operation, named))}}
+    reply = named[operation.reply, "serialization"]
+    content: dict[str, Any] = {} if operation.is_watch else {"application/json": {"schema": reply}}
+    if operation.is_watch:
+        content["text/event-stream"] = {"schema": _EVENTS, "x-event-data": reply}
+    elif operation.streams:
+        content["text/event-stream"] = {"schema": _EVENTS}
+    replies = {"200": {"description": "It was done.", "content": content}}
     failures = {
         **({} if operation.body is None and operation.query is None else _REFUSED),
         **({} if operation.body is None else _TOO_LARGE),
@@ -86,34 +92,13 @@ def _described(operation: Operation, named: Mapping[Any, Any]) -> dict[str, Any]
         "security": [] if operation.is_open else [*({name: []} for name in _SCHEMES), {}],
     }
     if operation.body is not None:
-        schema = named[operation.body, "validation"]
-        content = {"application/json": {"schema": schema}}
-        facts["requestBody"] = {"required": operation.needs_body, "content": content}
-    if parameters := [*_path_parameters(operation), *_query_parameters(operation)]:
-        facts["parameters"] = parameters
-    return facts
-
-
-def _path_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
-    if "{" in operation.path:
-        name = operation.path.partition("{")[2].partition("}")[0]
-        yield {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-
-
-def _query_parameters(operation: Operation) -> Iterator[dict[str, Any]]:
+        body = {"application/json": {"schema": named[operation.body, "validation"]}}
+        facts["requestBody"] = {"required": operation.needs_body, "content": body}
+    given = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in operation.names]
     if operation.query is not None:
-        for name, schema in operation.query.model_json_schema()["properties"].items():
-            yield {"name": name, "in": "query", "required": False, "schema": schema}
-
-
-def _contents(operation: Operation, named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    reply = named[operation.reply, "serialization"]
-    if operation.is_watch:
-        yield "text/event-stream", {"schema": _EVENTS, "x-event-data": reply}
-        return
-    yield "application/json", {"schema": reply}
-    if operation.streams:
-        yield "text/event-stream", {"schema": _EVENTS}
+        known = operation.query.model_json_schema()["properties"]
+        given += [{"name": name, "in": "query", "required": False, "schema": known[name]} for name in known]
+    return facts | ({"parameters": given} if given else {})
 
 
 def router(endpoints: EndpointFactory, handlers: HttpRoutes, *, has_page: bool) -> ASGIApp:

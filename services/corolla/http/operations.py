@@ -1,5 +1,6 @@
 """The operations of HTTP: what a method of `HttpRoutes` answers, and what it is given of a request."""
 
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,11 @@ class Operation:
     is_watch: bool = False
     is_open: bool = False
     dialect: Dialect = OPENAI
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the path's parameters."""
+        return re.findall(r"{(\w+)}", self.path)
 
     @cached_property
     def _takes(self) -> Mapping[str, Any]:
