@@ -1,10 +1,11 @@
 """The faults of a body that pydantic found, as an error in the caller's words. Pure."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import from_json
 
 from corolla.chassis.errors import InvalidRequest, MalformedMessage
 from corolla.http.field_paths import joined
@@ -27,11 +28,13 @@ _EXPECTED: Final[Mapping[str, str]] = {
 _LITERALS: Final = {"False": "false", "True": "true", "''": "empty"}
 _PARTS: Final = re.compile(r"[^.\[\]]+|\[[0-9]+\]")
 
-Schema = Mapping[str, Any]
 
+def refusal(given: Any, failure: ValidationError) -> InvalidRequest:
+    """The error that names the faults of a body, by field and without the body's values.
 
-def refusal(kind: type[BaseModel], failure: ValidationError) -> InvalidRequest:
-    """The error that names the faults of a body of this kind, by field and without the body's values."""
+    Args:
+        given: the body, or its JSON.
+    """
     # The description of a fault takes far more memory than the bytes that caused it.
     if failure.error_count() > _MOST_FAULTS:
         return InvalidRequest("body", f"has more than {_MOST_FAULTS} faults")
@@ -39,10 +42,11 @@ def refusal(kind: type[BaseModel], failure: ValidationError) -> InvalidRequest:
     if problems[0]["type"] == "json_invalid":
         # The sentence has the position, and no part of the body.
         return MalformedMessage("body", f"is not JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}")
+    given = from_json(given) if isinstance(given, bytes) else given
     expected: dict[str, list[str]] = {}
     other: dict[str, str] = {}
     for each in problems:
-        place = _place(kind, each["loc"])
+        place = _place(given, each)
         if each["type"].startswith("union_tag_"):
             place = joined(place, each["ctx"]["discriminator"].strip("'"))
         if (wanted := _wanted(each)) is None:
@@ -50,7 +54,7 @@ def refusal(kind: type[BaseModel], failure: ValidationError) -> InvalidRequest:
         elif wanted not in expected.setdefault(place, []):
             expected[place].append(wanted)
     # A list that is too long is of the right kind: what the other members of its union miss does not matter.
-    too_long = {_place(kind, each["loc"]) for each in problems if each["type"] == "too_long"}
+    too_long = {_place(given, each) for each in problems if each["type"] == "too_long"}
     found = {place: f"must be {' or '.join(wanted)}" for place, wanted in expected.items()} | other
     found = {place: text for place, text in found.items() if not any(_is_within(place, each) for each in too_long)}
     # The member of a union that fits best fails deepest within the value, or latest within a list.
@@ -95,44 +99,16 @@ def _is_within(place: str, outer: str) -> bool:
     return place.startswith((f"{outer}.", f"{outer}["))
 
 
-def _place(kind: type[BaseModel], location: Iterable[int | str]) -> str:
-    """The path of a field, such as `messages[0].content`, without pydantic's names for the members of a union."""
-    root: Schema = kind.__pydantic_core_schema__
-    definitions = {each["ref"]: each for each in root.get("definitions", ())}
-    text, level = "", [root]
-    for part in location:
-        level = [each for schema in level for each in _values(schema, definitions)]
+def _place(given: Any, problem: Mapping[str, Any]) -> str:
+    """The path of a fault in a body, such as `messages[0].content`, without pydantic's names for members of unions."""
+    text, num_following = "", len(problem["loc"])
+    for part in problem["loc"]:
+        num_following -= 1
         if isinstance(part, int):
             text += f"[{part}]"
-            level = [each["items_schema"] for each in level if "items_schema" in each]
-            continue
-        fields = [field for each in level for name, field in _fields(each) if name == part]
-        if fields:
-            text, level = joined(text, part), fields
-        elif any(each["type"] == "dict" for each in level):
+            given = given[part] if isinstance(given, list) and part < len(given) else None
+        elif isinstance(given, dict) and part in given:
+            text, given = joined(text, part), given[part]
+        elif problem["type"] == "missing" and not num_following:
             text = joined(text, part)
-            level = [each["values_schema"] for each in level if "values_schema" in each]
-        elif any(each["type"] in ("union", "tagged-union") for each in level):
-            level = [choice for each in level for choice in _choices(each)]
     return text or "body"
-
-
-def _values(schema: Schema, definitions: Mapping[str, Schema]) -> Iterator[Schema]:
-    """Yields the schemas of a value, apart from the wrappers that have no part in a location."""
-    if schema["type"] == "definition-ref":
-        schema = definitions[schema["schema_ref"]]
-    yield schema
-    if schema["type"] not in ("union", "tagged-union") and isinstance(inner := schema.get("schema"), dict):
-        yield from _values(inner, definitions)
-
-
-def _fields(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    if schema["type"] == "model-fields":
-        for name, field in schema["fields"].items():
-            yield field.get("validation_alias", name), field["schema"]
-
-
-def _choices(schema: Schema) -> list[Schema]:
-    choices = schema.get("choices", ())
-    values = choices.values() if isinstance(choices, dict) else choices
-    return [each[0] if isinstance(each, tuple) else each for each in values]

@@ -19,6 +19,7 @@ from corolla.client.api.conversations import (
 from corolla.client.text.schemas import depth_of
 from corolla.http.field_paths import Paths
 from corolla.http.fields import (
+    ANOTHER,
     MAX_NAMES,
     AnswerFields,
     Fields,
@@ -30,7 +31,7 @@ from corolla.http.fields import (
     Tolerated,
     Unheeded,
     as_json,
-    type_of,
+    tag_of,
 )
 from corolla.http.foreign_fields import OF_CHATS, OF_MESSAGES, Ignored, unread
 from corolla.v1 import generation_pb2 as pb
@@ -158,13 +159,9 @@ class Tool(Fields):
     function: Function
 
 
-def kind_of_tool(tool: Any) -> str:
-    """The tag of a tool: `function`, or `other` for a type that this service does not know."""
-    kind = type_of(tool)
-    return "other" if isinstance(kind, str) and kind != "function" else "function"
-
-
-AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[Skipped, Tag("other")], Discriminator(kind_of_tool)]
+FUNCTION: Final = "a function"
+BY_KIND_OF_TOOL: Final = Discriminator(lambda tool: tag_of(tool, {"function": FUNCTION}, FUNCTION))
+AnyTool = Annotated[Annotated[Tool, Tag(FUNCTION)] | Annotated[Skipped, Tag(ANOTHER)], BY_KIND_OF_TOOL]
 """Tools of other types than functions are skipped."""
 
 Tools = Annotated[ListOf[AnyTool], MaxLen(MAX_TOOLS)]

@@ -148,7 +148,7 @@ class Exchange:
         try:
             body = kind.model_validate_json(data)
         except ValidationError as failure:
-            raise body_faults.refusal(kind, failure) from None
+            raise body_faults.refusal(data, failure) from None
         self._ignored = ignored_fields(body)
         self._fields = body
         return body
@@ -160,7 +160,7 @@ class Exchange:
         try:
             return kind.model_validate_strings(given)
         except ValidationError as failure:
-            raise body_faults.refusal(kind, failure) from None
+            raise body_faults.refusal(given, failure) from None
 
     async def without_body(self) -> None:
         """Drops the body. Afterwards, the current task is cancelled if the caller leaves."""

@@ -33,6 +33,9 @@ MappingOf = Annotated[dict[Name, Element], Field(fail_fast=True)]
 """Lists and mappings fail at the first wrong element: collecting further faults would waste memory and time. Each also
 has a most number of elements, at which reading ends."""
 
+ANOTHER: Final = "another kind"
+"""The tag of what this service skips."""
+
 MAX_NAMES: Final = 64
 """The most elements of a list that is only looked through for some names."""
 
@@ -381,9 +384,17 @@ def as_input(given: str | list[int]) -> dict[str, Any]:
     return {"text": given} if isinstance(given, str) else {"tokens": pb.TokenIds(ids=given)}
 
 
-def type_of(given: Any) -> Any:
-    """The type that a part of a body names, before or after it is read."""
-    return given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+def tag_of(given: Any, tags: Mapping[str, str], untyped: str = ANOTHER) -> str:
+    """Which member of a union a part of a body is, by the type that it names, before or after it is read.
+
+    Tags are no names of fields: both stand in the location of a fault.
+
+    Args:
+        tags: the tags by type; a part of any other type is `ANOTHER`.
+        untyped: the tag of a part that names no type.
+    """
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return tags.get(kind, ANOTHER) if isinstance(kind, str) else untyped
 
 
 def schema_form(schema: Any, path: str, *, is_strict: bool | None = None) -> Form:

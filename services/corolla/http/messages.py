@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from corolla.client.api.conversations import MAX_MESSAGES, MAX_TOOLS
 from corolla.client.api.requests import MAX_STOP_SEQUENCES
 from corolla.http.chat import (
+    FUNCTION,
     MAX_EFFORT_CHARS,
     Function,
     FunctionName,
@@ -20,6 +21,7 @@ from corolla.http.chat import (
 )
 from corolla.http.field_paths import Paths
 from corolla.http.fields import (
+    ANOTHER,
     Body,
     Fields,
     Flag,
@@ -32,7 +34,7 @@ from corolla.http.fields import (
     Text,
     Tolerated,
     as_json,
-    type_of,
+    tag_of,
 )
 from corolla.http.foreign_fields import OF_ANTHROPIC, unread
 from corolla.http.responses import JsonSchemaText
@@ -151,14 +153,11 @@ class CustomTool(Function):
     parameters: dict[str, Any] = Field(alias="input_schema")
 
 
-def _kind_of_tool(tool: Any) -> str:
-    kind = type_of(tool)
-    # OpenAI's form of a function is a mistake, not a tool of Anthropic's.
-    return "other" if isinstance(kind, str) and kind not in ("custom", "function") else "custom"
-
-
+# OpenAI's form of a function is a mistake, not a tool of Anthropic's.
+_TAGS: Final = {"custom": FUNCTION, "function": FUNCTION}
 AnyMessageTool = Annotated[
-    Annotated[CustomTool, Tag("custom")] | Annotated[Skipped, Tag("other")], Discriminator(_kind_of_tool)
+    Annotated[CustomTool, Tag(FUNCTION)] | Annotated[Skipped, Tag(ANOTHER)],
+    Discriminator(lambda tool: tag_of(tool, _TAGS, FUNCTION)),
 ]
 """Tools that Anthropic's servers run or describe are skipped."""
 

@@ -12,6 +12,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
 from corolla.client.api.conversations import MAX_MESSAGES, MAX_TOOLS
 from corolla.http.chat import (
+    BY_KIND_OF_TOOL,
+    FUNCTION,
     MAX_EFFORT_CHARS,
     AllowedTools,
     ContentParts,
@@ -20,13 +22,13 @@ from corolla.http.chat import (
     ToolMode,
     allowed_places,
     choice_of,
-    kind_of_tool,
     set_text,
     struct_of,
     tools_of,
 )
 from corolla.http.field_paths import Paths, shown
 from corolla.http.fields import (
+    ANOTHER,
     MAX_NAMES,
     Body,
     Fields,
@@ -42,7 +44,7 @@ from corolla.http.fields import (
     Tolerated,
     Unheeded,
     schema_form,
-    type_of,
+    tag_of,
 )
 from corolla.http.foreign_fields import OF_RESPONSES, Ignored, unread
 from corolla.v1 import generation_pb2 as pb
@@ -102,23 +104,14 @@ class OtherItem(Skipped):
         return self
 
 
-_KINDS: Final = ("message", "function_call", "function_call_output", "reasoning")
-
-
-def _kind(item: Any) -> str:
-    kind = type_of(item)
-    if not isinstance(kind, str):
-        return "message"
-    return kind if kind in _KINDS else "other"
-
-
+_ITEMS: Final = {each: each for each in ("message", "function_call", "function_call_output", "reasoning")}
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[OtherItem, Tag("other")],
-    Discriminator(_kind),
+    | Annotated[OtherItem, Tag(ANOTHER)],
+    Discriminator(lambda item: tag_of(item, _ITEMS, "message")),
 ]
 """Items of other kinds are skipped."""
 
@@ -139,9 +132,7 @@ class FunctionTool(Function):
         return tool
 
 
-AnyResponseTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[Skipped, Tag("other")], Discriminator(kind_of_tool)
-]
+AnyResponseTool = Annotated[Annotated[FunctionTool, Tag(FUNCTION)] | Annotated[Skipped, Tag(ANOTHER)], BY_KIND_OF_TOOL]
 
 
 class NamedFunction(FunctionName):
@@ -160,18 +151,13 @@ class JsonSchemaText(JsonSchema):
         yield schema_form(self.json_schema, f"{place}.schema", is_strict=self.strict)
 
 
-def _kind_of_choice(choice: Any) -> str:
-    if isinstance(choice, str):
-        return "mode"
-    return kind if (kind := type_of(choice)) in ("function", "allowed_tools") else "other"
-
-
+_CHOICES: Final = {"function": FUNCTION, "allowed_tools": "some tools"}
 ResponseToolChoice = Annotated[
-    Annotated[ToolMode, Tag("mode")]
-    | Annotated[NamedFunction, Tag("function")]
-    | Annotated[ResponseAllowedTools, Tag("allowed_tools")]
-    | Annotated[Skipped, Tag("other")],
-    Discriminator(_kind_of_choice),
+    Annotated[ToolMode, Tag("a word")]
+    | Annotated[NamedFunction, Tag(FUNCTION)]
+    | Annotated[ResponseAllowedTools, Tag("some tools")]
+    | Annotated[Skipped, Tag(ANOTHER)],
+    Discriminator(lambda choice: "a word" if isinstance(choice, str) else tag_of(choice, _CHOICES)),
 ]
 
 

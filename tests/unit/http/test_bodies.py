@@ -217,7 +217,7 @@ def test_media_are_refused_by_their_parts(part: Any, held: str) -> None:
     ):
         with pytest.raises(ValidationError) as failure:
             parse(kind, body)
-        error = refusal(kind, failure.value)
+        error = refusal(body, failure.value)
         assert error.violations == ((place, f"{held} not supported by this model"),)
 
 
@@ -239,7 +239,7 @@ def test_media_are_refused_by_their_parts(part: Any, held: str) -> None:
 def test_a_fault_has_one_sentence_of_the_callers_words(kind: Any, body: Any, expected: tuple[str, str]) -> None:
     with pytest.raises(ValidationError) as failure:
         parse(kind, body)
-    ((place, text),) = refusal(kind, failure.value).violations
+    ((place, text),) = refusal(body, failure.value).violations
     assert (place, text.startswith(expected[1])) == (expected[0], True), text
 
 

@@ -145,7 +145,7 @@ def error_of(kind: type[Body], body: Any) -> dict[str, Any] | None:
     try:
         read = kind.model_validate_json(json.dumps(body))
     except ValidationError as failure:
-        return facts_of(refusal(kind, failure))
+        return facts_of(refusal(body, failure))
     try:
         ignored_fields(read)
         requests = asked(read)
@@ -225,7 +225,7 @@ def test_a_wrong_parameter_behind_the_path_is_named(query: Any) -> None:
         query.model_validate_strings({name: next(right[kind] for kind in allowed_kinds(schema) if kind in right)})
         with pytest.raises(ValidationError) as failure:
             query.model_validate_strings({name: "surely wrong"})
-        assert [place for place, _ in refusal(query, failure.value).violations] == [name]
+        assert [place for place, _ in refusal({name: "surely wrong"}, failure.value).violations] == [name]
 
 
 @pytest.mark.parametrize("name", [name for name, each in BODIES.items() if "logit_bias" in each.model_fields])
