@@ -385,7 +385,7 @@ def as_input(given: str | list[int]) -> dict[str, Any]:
 
 
 def tag_of(given: Any, tags: Mapping[str, str], untyped: str = ANOTHER) -> str:
-    """Which member of a union a part of a body is, by the type that it names, before or after it is read.
+    """The tag of a part of a body, by the type that it names, before or after it is read.
 
     Tags are no names of fields: both stand in the location of a fault.
 

@@ -91,7 +91,7 @@ class HttpServer:
             for task in tasks:
                 if task.done() and not task.cancelled():
                     task.result()
-            # Without a failure, both end because the service stops, which ends this task, too.
+            # Both end without a failure when the service stops, which ends this task, too.
             await asyncio.Event().wait()
 
     async def stop(self, grace_s: float) -> None:
