@@ -111,7 +111,7 @@ async def test_it_reads_edits_and_checks_a_file(swarm: Swarm, tmp_path: Path, mo
         results = ["".join(each.content) for each in request.prompt.messages if each.role == "tool"]
         heard.append(results)
         request.caller.usage.prompt_tokens = len(prompt_ids)
-        parser = request.output_parsing.parser(self.completions.factory.tokenizer, prompt_ids, "")
+        parser = request.output_parsing.parser(self.factory.tokenizer, prompt_ids, "")
         written = script[len(results)]
         for start in range(0, len(written), 7):
             parsed = parser.push(written[start : start + 7])

@@ -7,7 +7,7 @@ import pytest
 
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import ContextLengthExceeded
-from corolla.client.generation import answer_room
+from corolla.client.generation import answer_factory
 from corolla.sdk.async_client import AsyncClient
 from tests.integration.swarm import Swarm, tiny_swarm
 
@@ -103,7 +103,7 @@ async def test_answers_without_a_limit_do_not_refuse_callers_that_fit(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Just as many answers begin as with a limit of 256. They all end, and none before it has as many tokens."""
-    monkeypatch.setattr(answer_room, "GROWTH_PATIENCE_S", 0.5)
+    monkeypatch.setattr(answer_factory, "GROWTH_PATIENCE_S", 0.5)
     async with swarm.connect() as client:
         num_pages = min(each.num_pages for each in await swarm.statuses())
         num_layers = 3

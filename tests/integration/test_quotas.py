@@ -16,7 +16,6 @@ from corolla.chain.control import ControlPlane
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded
 from corolla.client.bounds import ClientBounds
-from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.v1 import generation_pb2 as pb
@@ -341,12 +340,12 @@ async def test_what_a_long_answer_holds_does_not_lapse(swarm: Swarm, tmp_path: P
         enforcer(swarm.router_address, tmp_path, 5.0, running_requests=1) as one,
         enforcer(swarm.router_address, tmp_path, 5.0, running_requests=1) as other,
     ):
-        async with one.running("t", 1, RequestCounts()):
+        async with one.running("t", 1, pb.Usage()):
             await asyncio.sleep(7)
             with pytest.raises(QuotaExceeded):
-                async with other.running("t", 1, RequestCounts()):
+                async with other.running("t", 1, pb.Usage()):
                     pass
-        async with other.running("t", 1, RequestCounts()):
+        async with other.running("t", 1, pb.Usage()):
             pass
 
 
@@ -369,7 +368,7 @@ async def test_requests_that_are_refused_ask_the_router_little(
 
         async def is_let_in(enforcer: QuotaEnforcer) -> bool:
             try:
-                async with enforcer.running("t", 1, RequestCounts()):
+                async with enforcer.running("t", 1, pb.Usage()):
                     await asyncio.sleep(0.5)
             except QuotaExceeded:
                 return False
@@ -384,7 +383,7 @@ async def test_requests_that_are_refused_ask_the_router_little(
             await is_let_in(hasty)
         assert num_takes <= 20 + 10 * (time.monotonic() - started_s)
         num_takes = 0
-        async with wide.running("t", 1, RequestCounts()):
+        async with wide.running("t", 1, pb.Usage()):
             assert not any(await asyncio.gather(*(is_let_in(wide) for _ in range(100))))
         assert num_takes < 100 + 4 * 5 + 10
 
@@ -396,12 +395,12 @@ async def test_what_a_client_service_that_died_held_comes_back(swarm: Swarm, tmp
         )
         control = ControlPlane(swarm.router_address, f"model-{tmp_path.name}")
         dead.start(control)
-        holding = dead.running("t", 1, RequestCounts())
+        holding = dead.running("t", 1, pb.Usage())
         await holding.__aenter__()
 
         async def is_free() -> bool:
             try:
-                async with one.running("t", 1, RequestCounts()):
+                async with one.running("t", 1, pb.Usage()):
                     return True
             except QuotaExceeded:
                 return False
@@ -418,10 +417,10 @@ async def test_a_router_that_knows_no_quotas_is_one_that_is_away(tmp_path: Path)
     try:
         async with (
             enforcer(f"127.0.0.1:{port}", tmp_path, running_requests=1) as here,
-            here.running("t", 1, RequestCounts()),
+            here.running("t", 1, pb.Usage()),
         ):
             with pytest.raises(QuotaExceeded, match="running_requests"):
-                async with here.running("t", 1, RequestCounts()):
+                async with here.running("t", 1, pb.Usage()):
                     pass
     finally:
         await older.stop(None)

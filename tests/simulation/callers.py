@@ -14,9 +14,8 @@ from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.client.generation.admission import Caller as RequestCaller
-from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.answer import Delta
-from corolla.client.generation.completions import Completions
+from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnswerRequest
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import generation_pb2 as pb
@@ -65,7 +64,7 @@ class Answer:
     error: CorollaError | None = None
     started_s: float = 0.0
     ended_s: float | None = None
-    usage: RequestCounts = field(default_factory=lambda: RequestCounts(started_s=0.0))
+    usage: pb.Usage = field(default_factory=pb.Usage)
     addresses: set[str] = field(default_factory=set)
     was_cut_off: bool = False
     task: "asyncio.Task[None] | None" = None
@@ -75,12 +74,12 @@ ASKING: ContextVar[Answer | None] = ContextVar("asking", default=None)
 _INDEX: ContextVar[int] = ContextVar("index", default=0)
 
 
-class WatchedCompletions(Completions):
-    """The real ones, which let us see which session is whose."""
+class WatchedAnswering(Answering):
+    """The real class, which lets us see which session is whose."""
 
-    async def _stream(self, job: Any, index: int, answer: Any) -> AsyncGenerator[Sequence[Delta], None]:
+    async def _stream(self, job: Any, index: int, answer: Any, shared: Any) -> AsyncGenerator[Sequence[Delta], None]:
         _INDEX.set(index)
-        async with aclosing(super()._stream(job, index, answer)) as all_deltas:
+        async with aclosing(super()._stream(job, index, answer, shared)) as all_deltas:
             async for deltas in all_deltas:
                 yield deltas
 
@@ -234,7 +233,7 @@ class Caller:
         turn = answer.turn
         is_chat = self._conversation.is_chat
         request = AnswerRequest(
-            caller=RequestCaller(self._conversation.tenant, answer.usage), prompt=turn.new_ids, num_bytes=100,
+            caller=RequestCaller(self._conversation.tenant, answer.usage, 0.0), prompt=turn.new_ids, num_bytes=100,
             session_id=session_id if is_chat else "", num_completions=1 if is_chat else turn.num_completions,
             sampling=turn.params, max_tokens=turn.max_tokens if turn.has_limit else None, ignore_eos=turn.ignores_eos,
             speculation=pb.SpeculationParameters(

@@ -36,10 +36,7 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.client.adapters import ModelNames
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answer_factory import AnswerFactory, ModelLimits
-from corolla.client.generation.answering import Answering
-from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.running_request import Entrance
-from corolla.client.generation.turns import Turns
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
@@ -56,7 +53,7 @@ from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.span import Span
-from tests.simulation.callers import WatchedCompletions, WatchedSessions
+from tests.simulation.callers import WatchedAnswering, WatchedSessions
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network
 from tests.simulation.scenario import GROWTH_TOKENS, MOST_NEW_TOKENS, Scenario
@@ -242,11 +239,9 @@ class Client:
         factory = AnswerFactory(ToyTokenizer(), limits_of_model, blocks_pb2.Drafts(max_tokens=3), widths)
         quotas = QuotaEnforcer(None, metrics)
         grammars = GrammarProcess(ToyTokenizer(), scenario.model.vocab_size, (), metrics.grammars)
-        entrance = Entrance(quotas, Admission(WaitingLine(64, 64)), grammars, metrics, RequestTraces())
-        parts = self.sessions, ModelNames([MODEL], placement), factory
-        self.answering = Answering(
-            WatchedCompletions(entrance, *parts), Turns(entrance, *parts, self.transcripts, quotas)
-        )
+        entrance = Entrance(quotas, Admission(WaitingLine(64, 64)), grammars, metrics)
+        names = ModelNames([MODEL], placement)
+        self.answering = WatchedAnswering(entrance, self.sessions, names, factory, self.transcripts)
 
 
 class Cluster:

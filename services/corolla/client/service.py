@@ -38,10 +38,7 @@ from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answer_factory import DRAFT_SOURCES, AnswerFactory, ModelLimits
 from corolla.client.generation.answering import Answering
-from corolla.client.generation.completions import Completions
-from corolla.client.generation.request_trace import RequestTraces
 from corolla.client.generation.running_request import Entrance
-from corolla.client.generation.turns import Turns
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.held_bytes import HeldBytes
 from corolla.client.metrics import ClientMetrics
@@ -324,12 +321,10 @@ class ClientService:
             self._admission(settings.max_running_requests, self._quotas.guaranteed_sequences),
             self._grammars,
             self._metrics,
-            RequestTraces(checkpoint.name, settings.trace_callers),
+            checkpoint.name,
+            settings.trace_callers,
         )
-        parts = self._sessions, self._names, factory
-        self._answering = Answering(
-            Completions(entrance, *parts), Turns(entrance, *parts, self._transcripts, self._quotas)
-        )
+        self._answering = Answering(entrance, self._sessions, self._names, factory, self._transcripts)
 
     def _admission(self, max_running: int, guarantees: Callable[[], Mapping[str, int]] = dict) -> Admission:
         # If several tenants may come, a single one does not get the whole line.

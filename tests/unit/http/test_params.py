@@ -11,7 +11,7 @@ from corolla.chain.cache_salts import CacheSalts
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api import conversations
 from corolla.client.api.requests import RequestParser, token_ids
-from corolla.client.generation.admission import Caller, RequestCounts
+from corolla.client.generation.admission import Caller
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.reply_sizes import ANY_ROOM
 from corolla.client.text.conversation import check_conversation
@@ -28,7 +28,7 @@ DOCUMENT = document(OPERATIONS)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, Any] = {each.body.__name__: each.body for each in OPERATIONS if each.body is not None}
 PARSER = RequestParser(300, 4096, 16, frozenset({"messages"}), OutputFormat.of(TOKENIZER), CacheSalts(""))
-CALLER = Caller("acme", RequestCounts())
+CALLER = Caller("acme")
 WRONG = ({"surely": "wrong"}, 0.5, True, "surely wrong", [[[0.5]]])
 KINDS = {dict: "object", float: "number", int: "integer", bool: "boolean", str: "string", list: "array"}
 EXTREMES: dict[str, tuple[Any, ...]] = {

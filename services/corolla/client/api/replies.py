@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from corolla.chain.prompt_readout import PromptReadout
-from corolla.client.generation.admission import RequestCounts
 from corolla.client.generation.answer import Delta
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
@@ -28,21 +27,6 @@ _FINISH_REASONS: Final[Mapping[FinishReason, "pb.FinishReason.ValueType"]] = {
 
 def finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
     return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_REASONS[reason]
-
-
-def usage(counted: RequestCounts) -> pb.Usage:
-    return pb.Usage(
-        prompt_tokens=counted.prompt_tokens,
-        completion_tokens=counted.completion_tokens,
-        cached_tokens=0 if counted.withholds_cached_tokens else counted.cached_tokens,
-        recoveries=counted.recoveries,
-        stall_seconds=counted.stall_s,
-        time_to_first_token_seconds=counted.time_to_first_token_s,
-        total_seconds=counted.elapsed_s,
-        drafted_tokens=counted.drafted_tokens,
-        accepted_tokens=counted.accepted_tokens,
-        may_differ_from_token=counted.may_differ_from_token,
-    )
 
 
 def logprobs(tokenizer: TextTokenizer, tokens: Sequence[SampledToken]) -> list[pb.TokenLogprob]:
@@ -82,7 +66,7 @@ async def echoed_prompt(
 
 
 async def score(
-    tokenizer: TextTokenizer, model: str, readout: PromptReadout, num_logprobs: int, counted: RequestCounts
+    tokenizer: TextTokenizer, model: str, readout: PromptReadout, num_logprobs: int, usage: pb.Usage
 ) -> pb.ScoreResponse:
     """The score of a continuation; `num_logprobs` is how many probable tokens the caller wants to see."""
     scored = [replace(token, top_logprobs=token.top_logprobs[:num_logprobs]) for token in readout.scored]
@@ -90,7 +74,7 @@ async def score(
         model=model,
         logprob=math.fsum(token.logprob or 0.0 for token in scored),
         is_greedy=all(token.token_id == token.top_logprobs[0][0] for token in readout.scored),
-        usage=usage(counted),
+        usage=usage,
     )
     await add_logprobs(response.logprobs, tokenizer, scored)
     return response
@@ -149,8 +133,8 @@ async def _write_tokens(
     await add_logprobs(written.logprobs, tokenizer, answer.tokens)
 
 
-def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: RequestCounts | None) -> pb.ChatChunk:
-    """A chunk of one of a chat's answers. `counted`: the usage, for the last chunk of all answers; None: no usage."""
+def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, usage: pb.Usage | None) -> pb.ChatChunk:
+    """A chunk of one of a chat's answers. `usage`: for the last chunk of all answers."""
     return pb.ChatChunk(
         index=index,
         token_ids=[token.token_id for token in delta.tokens],
@@ -162,6 +146,6 @@ def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, counted: Requ
         ],
         logprobs=logprobs(tokenizer, delta.tokens),
         finish_reason=finish_reason(delta.finish_reason),
-        usage=None if counted is None else usage(counted),
+        usage=usage,
         stop_sequence=delta.stop_sequence,
     )

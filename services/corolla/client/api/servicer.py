@@ -30,7 +30,7 @@ from corolla.client.api import conversations, replies, requests
 from corolla.client.api.keys import Scope
 from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.generation.admission import Admission, Caller, RequestCounts
+from corolla.client.generation.admission import Admission, Caller
 from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnyRequest
@@ -140,9 +140,9 @@ class GenerationServicer:
     ) -> pb.GenerateResponse:
         caller = self._caller(Scope.GENERATE, message, call)
         request = self._requests.text(message, *caller, reply or self._reply_room(call))
-        answers = await _collected(self._text_answers(request, call))
+        answers = await _collected(self._text_answers(request), call)
         response = pb.GenerateResponse(
-            model=self._names.with_adapter(request.adapter), usage=replies.usage(request.caller.usage)
+            model=self._names.with_adapter(request.adapter), usage=request.caller.shown_usage()
         )
         for index, answer in answers:
             await replies.write_completion(response.completions.add(index=index), self._tokenizer, answer)
@@ -156,8 +156,9 @@ class GenerationServicer:
         caller = self._caller(Scope.GENERATE, message, call, is_streamed=True)
         request = self._requests.text(message, *caller, reply or self._reply_room(call, is_streamed=True))
         num_open = request.num_completions
-        async with aclosing(self._text_answers(request, call)) as deltas:
+        async with aclosing(self._text_answers(request)) as deltas:
             async for index, delta in deltas:
+                call.caller.check_again()
                 num_open -= delta.finish_reason is not None
                 has_usage = not num_open or request.caller.has_continuous_usage
                 yield pb.GenerateChunk(
@@ -166,7 +167,7 @@ class GenerationServicer:
                     text_delta=delta.text,
                     logprobs=replies.logprobs(self._tokenizer, delta.tokens),
                     finish_reason=replies.finish_reason(delta.finish_reason),
-                    usage=replies.usage(request.caller.usage) if has_usage else None,
+                    usage=request.caller.shown_usage() if has_usage else None,
                     prompt=await self._echoed(request, delta),
                 )
 
@@ -181,7 +182,7 @@ class GenerationServicer:
         request = self._requests.score(message, *caller, reply or self._reply_room(call))
         encode = partial(self._tokenizer.encode, max_tokens=self._model.context_length)
         readout = await self._read_out(request, call, lambda: request.prompt.encoded(encode))
-        model, usage = self._names.with_adapter(request.adapter), request.caller.usage
+        model, usage = self._names.with_adapter(request.adapter), request.caller.shown_usage()
         return await replies.score(self._tokenizer, model, readout, message.logprobs, usage)
 
     async def Embed(self, message: pb.EmbedRequest, call: Call[KeyHolder]) -> pb.EmbedResponse:
@@ -190,7 +191,7 @@ class GenerationServicer:
         return pb.EmbedResponse(
             model=self._names.with_adapter(request.adapter),
             embedding=replies.embedding(readout, message),
-            usage=replies.usage(request.caller.usage),
+            usage=request.caller.shown_usage(),
         )
 
     async def _read_out(
@@ -201,8 +202,8 @@ class GenerationServicer:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             return 0, encode()
 
-        answers = _with_good_key(call, self._answering.answer(request, next_prompt, lambda record, answer: None))
-        ((_, delta),) = await _collected(answers)
+        answers = self._answering.answer(request, next_prompt, lambda record, answer: None)
+        ((_, delta),) = await _collected(answers, call)
         if delta.readout is None:
             raise InternalError("a request without an answer came back without a readout")
         return delta.readout
@@ -218,14 +219,14 @@ class GenerationServicer:
             raise InvalidRequest("text", "must give at least one token")
         return token_ids
 
-    def _text_answers(self, request: TextRequest, call: Call[KeyHolder]) -> Answers:
+    def _text_answers(self, request: TextRequest) -> Answers:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             if record.transcript:
                 raise InvalidRequest("session_id", "this session holds a conversation; a prompt cannot continue it")
             new_ids = self._encoded(request.prompt, is_first=not record.token_log)
             return len(record.token_log), [*record.token_log, *new_ids]
 
-        return _with_good_key(call, self._answering.answer(request, next_prompt, lambda record, answer: None))
+        return self._answering.answer(request, next_prompt, lambda record, answer: None)
 
     # --- conversations --------------------------------------------------------------------------------------------
 
@@ -234,10 +235,8 @@ class GenerationServicer:
     ) -> pb.ChatResponse:
         caller = self._caller(Scope.CHAT, message, call)
         request = self._requests.chat(message, *caller, reply or self._reply_room(call))
-        answers = await _collected(self._chat_answers(request, call))
-        response = pb.ChatResponse(
-            model=self._names.with_adapter(request.adapter), usage=replies.usage(request.caller.usage)
-        )
+        answers = await _collected(self._chat_answers(request), call)
+        response = pb.ChatResponse(model=self._names.with_adapter(request.adapter), usage=request.caller.shown_usage())
         for index, answer in answers:
             written = response.others.add(index=index) if index else response
             await replies.write_chat(written, self._tokenizer, answer)
@@ -249,14 +248,15 @@ class GenerationServicer:
         caller = self._caller(Scope.CHAT, message, call, is_streamed=True)
         request = self._requests.chat(message, *caller, reply or self._reply_room(call, is_streamed=True))
         num_open = request.num_completions
-        async with aclosing(self._chat_answers(request, call)) as deltas:
+        async with aclosing(self._chat_answers(request)) as deltas:
             async for index, delta in deltas:
+                call.caller.check_again()
                 num_open -= delta.finish_reason is not None
                 has_usage = not num_open or request.caller.has_continuous_usage
-                usage = request.caller.usage if has_usage else None
+                usage = request.caller.shown_usage() if has_usage else None
                 yield replies.chat_chunk(self._tokenizer, index, delta, usage)
 
-    def _chat_answers(self, request: ChatRequest, call: Call[KeyHolder]) -> Answers:
+    def _chat_answers(self, request: ChatRequest) -> Answers:
         messages, setting = request.prompt.messages, request.prompt.setting
         instructions = request.prompt.instructions
 
@@ -275,7 +275,7 @@ class GenerationServicer:
         def record_turn(record: router_pb2.SessionRecord, answer: Message) -> None:
             conversations.record_messages(record, messages, answer, setting, self._output_format.reasoning)
 
-        return _with_good_key(call, self._answering.answer(request, next_prompt, record_turn))
+        return self._answering.answer(request, next_prompt, record_turn)
 
     def _with_tools_shown(
         self, earlier: Sequence[Message], new: Sequence[Message], setting: ChatSetting
@@ -471,7 +471,7 @@ class GenerationServicer:
         Raises ModelNotFound, InvalidRequest, ScopeDenied.
         """
         limits = self._quotas.limits(call.caller.tenant)
-        usage = RequestCounts(withholds_cached_tokens=limits.withhold_cached_tokens)
+        usage = pb.Usage()
         call.describe(
             lambda: {
                 "prompt_tokens": usage.prompt_tokens,
@@ -491,17 +491,10 @@ class GenerationServicer:
         trace = trace_parent(dict(call.context.invocation_metadata() or ())) if spans.is_collected() else None
         is_continuous = is_streamed and isinstance(message, AnyMessage) and message.continuous_usage
         caller = Caller(
-            tenant,
-            usage,
-            until_s,
-            trace,
-            is_streamed,
-            is_continuous,
-            limits.answer_seconds,
-            call.note,
-            call.name_ignored,
-            call.held.expect_reply,
-        )
+            tenant, usage, until_s=until_s, trace=trace, is_streamed=is_streamed, has_continuous_usage=is_continuous,
+            withholds_cached_tokens=limits.withhold_cached_tokens, answer_seconds=limits.answer_seconds,
+            note=call.note, name_ignored=call.name_ignored, expect_reply=call.held.expect_reply,
+        )  # fmt: skip
         return caller, adapter
 
 
@@ -509,18 +502,14 @@ def _no_turn() -> ResourceNotFound:
     return ResourceNotFound("no response with this id is stored", field="response_id")
 
 
-async def _collected(deltas: Answers) -> list[tuple[int, Delta]]:
-    """Waits until all answers have ended. Returns each with its index, in the order of the indexes."""
+async def _collected(deltas: Answers, call: Call[KeyHolder]) -> list[tuple[int, Delta]]:
+    """Waits until all answers have ended. Returns each with its index, in the order of the indexes.
+
+    Raises Unauthenticated as soon as the caller's key or token is no longer valid.
+    """
     answers: defaultdict[int, list[Delta]] = defaultdict(list)
     async with aclosing(deltas):
         async for index, delta in deltas:
+            call.caller.check_again()
             answers[index].append(delta)
     return [(index, joined(parts)) for index, parts in sorted(answers.items())]
-
-
-async def _with_good_key(call: Call[KeyHolder], deltas: Answers) -> Answers:
-    """Yields the deltas as long as the caller's key or token is valid; then it raises Unauthenticated."""
-    async with aclosing(deltas):
-        async for each in deltas:
-            call.caller.check_again()
-            yield each

@@ -14,41 +14,7 @@ from corolla.chassis.tracing.carriers import TraceParent
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics, RequestEnd
 from corolla.decoding.stopping import FinishReason
-
-
-@dataclass(slots=True)
-class RequestCounts:
-    """The counts of one request while it runs.
-
-    Attributes:
-        withholds_cached_tokens: whether the caller does not see the number of cached tokens.
-        may_differ_from_token: the number of an answer's tokens before a hop was replaced by a server of other numerics,
-            so that later tokens may differ from those of an undisturbed answer; the least of all answers; None: none
-            may.
-        time_to_first_token_s: seconds from `started_s`, which is a time of `time.monotonic()`.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    withholds_cached_tokens: bool = False
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    recoveries: int = 0
-    stall_s: float = 0.0
-    may_differ_from_token: int | None = None
-    time_to_first_token_s: float = 0.0
-    finish_reasons: list[FinishReason] = field(default_factory=list)
-    started_s: float = field(default_factory=time.monotonic)
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started_s
-
-    def count_tokens(self, num_tokens: int) -> None:
-        if num_tokens and not self.completion_tokens:
-            self.time_to_first_token_s = self.elapsed_s
-        self.completion_tokens += num_tokens
+from corolla.v1 import generation_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +22,13 @@ class Caller:
     """The caller of one request.
 
     Attributes:
+        usage: what the request has used so far, without `total_seconds`.
+        started_s: when the request began, by `time.monotonic()`.
         until_s: when the caller stops waiting, by the event loop's clock.
         trace: the caller's trace span, if it sent one.
         is_streamed: whether the caller reads its answer as a stream.
         has_continuous_usage: whether each part of the stream says the usage so far.
+        withholds_cached_tokens: whether the caller does not see the number of cached tokens.
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
         note: what is stored with the turn of a session, for those who read it again.
         name_ignored: tells the caller which places of its request have no effect.
@@ -67,15 +36,29 @@ class Caller:
     """
 
     tenant: str
-    usage: RequestCounts
+    usage: pb.Usage = field(default_factory=pb.Usage)
+    started_s: float = field(default_factory=time.monotonic)
     until_s: float = math.inf
     trace: TraceParent | None = None
     is_streamed: bool = False
     has_continuous_usage: bool = False
+    withholds_cached_tokens: bool = False
     answer_seconds: float | None = None
     note: bytes = b""
     name_ignored: Callable[[Sequence[str]], None] = lambda places: None
     expect_reply: Callable[[int], None] = lambda num_bytes: None
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def shown_usage(self) -> pb.Usage:
+        """The usage so far, as the caller may see it."""
+        shown = pb.Usage(total_seconds=self.elapsed_s)
+        shown.MergeFrom(self.usage)
+        if self.withholds_cached_tokens:
+            shown.ClearField("cached_tokens")
+        return shown
 
     def waits_until_s(self, time_limit_s: float | None) -> float:
         """When the caller stops waiting for an answer that begins now, by the event loop's clock."""
@@ -145,11 +128,16 @@ class RequestMeter:
 
     Args:
         num_answers: how many answers the request has; 0: it is a reading.
+
+    Attributes:
+        finish_reasons: those of the answers that have ended.
     """
 
-    def __init__(self, metrics: ClientMetrics, usage: RequestCounts, num_answers: int = 1) -> None:
+    def __init__(self, metrics: ClientMetrics, caller: Caller, num_answers: int = 1) -> None:
+        self.finish_reasons: list[FinishReason] = []
         self._metrics = metrics
-        self._usage = usage
+        self._caller = caller
+        self._usage = caller.usage
         self._num_answers = num_answers
         self._newest_token_s: dict[int, float] = {}
         self._is_waiting = True
@@ -163,14 +151,9 @@ class RequestMeter:
         end = RequestEnd.of(failure)
         if not self._num_answers:
             self._metrics.readings.labels(end).inc()
-            self._metrics.reading_seconds.observe(self._usage.elapsed_s)
-        for _ in range(self._num_answers - len(self._usage.finish_reasons)):
+            self._metrics.reading_seconds.observe(self._caller.elapsed_s)
+        for _ in range(self._num_answers - len(self.finish_reasons)):
             self._count_end(end)
-
-    @property
-    def started_s(self) -> float:
-        """When the request began, by `time.monotonic()`."""
-        return self._usage.started_s
 
     def count_prompt(self, num_tokens: int, num_cached_tokens: int, num_recomputed_tokens: int) -> None:
         """Counts the prompt once its chain is open, with its cached tokens, and the tokens that hops must recompute."""
@@ -193,11 +176,11 @@ class RequestMeter:
             if newest_s is not None:
                 self._metrics.inter_token.observe(now_s - newest_s)
             newest_s = self._newest_token_s[completion_index] = now_s
-        is_first = not self._usage.completion_tokens
-        self._usage.count_tokens(num_tokens)
-        if is_first and num_tokens:
-            self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_s)
+        if num_tokens and not self._usage.completion_tokens:
+            self._usage.time_to_first_token_seconds = self._caller.elapsed_s
+            self._metrics.time_to_first_token.observe(self._usage.time_to_first_token_seconds)
             spans.event("first token")
+        self._usage.completion_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
@@ -210,25 +193,25 @@ class RequestMeter:
     def count_recovery(self, report: RecoveryReport) -> None:
         """Counts a recovery of the chain from lost hops."""
         self._usage.recoveries += 1
-        self._usage.stall_s += report.seconds
+        self._usage.stall_seconds += report.seconds
 
     def count_doubt(self, num_tokens: int) -> None:
         """Counts that the tokens of an answer after its first `num_tokens` may differ from those of an undisturbed one.
 
         A hop was then replaced by a server of other numerics.
         """
-        known = self._usage.may_differ_from_token
-        if known is None:
+        if not self._usage.HasField("may_differ_from_token"):
             self._metrics.numerics_changes.inc()
-        self._usage.may_differ_from_token = num_tokens if known is None else min(known, num_tokens)
+            self._usage.may_differ_from_token = num_tokens
+        self._usage.may_differ_from_token = min(self._usage.may_differ_from_token, num_tokens)
 
     def count_finish(self, reason: FinishReason | None) -> None:
         """Counts the end of an answer; a `reason` of None means that it continues, and counts nothing."""
         if reason is None:
             return
-        self._usage.finish_reasons.append(reason)
+        self.finish_reasons.append(reason)
         self._count_end(reason.value)
 
     def _count_end(self, reason: str) -> None:
         self._metrics.success.labels(reason).inc()
-        self._metrics.e2e.observe(self._usage.elapsed_s)
+        self._metrics.e2e.observe(self._caller.elapsed_s)

@@ -1,5 +1,6 @@
-"""An answer as it grows: it takes tokens, and returns their text and the reason why it ends. Time is passed in."""
+"""An answer as it grows: it takes tokens, and returns their text and the reason why it ends."""
 
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Answer:
     Args:
         parser: splits text into reasoning, calls and text; None: all is text.
         shown_ids: special tokens whose text the parser needs.
+        started_s: when the request began, by `time.monotonic()`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Answer:
         stop_sequences: Sequence[str],
         parser: AnswerParser | None = None,
         shown_ids: Container[int] = (),
+        started_s: float = 0.0,
     ) -> None:
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
@@ -76,6 +79,7 @@ class Answer:
         self._ends_by_text = bool(stop_sequences)
         self._undecoded: list[SampledToken] = []
         self._deltas: list[Delta] = []
+        self._started_s = started_s
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,6 +100,11 @@ class Answer:
     def message(self) -> Message:
         """The answer so far as the next message of a conversation."""
         return self._message.message
+
+    def read(self, token: SampledToken) -> bool:
+        """Takes the next token when it comes from the chain. Returns whether the answer continues."""
+        self.accept(token, time.monotonic() - self._started_s)
+        return self.finish_reason is None
 
     def accept(self, token: SampledToken, elapsed_s: float, finish_reason: FinishReason | None = None) -> None:
         """Takes the next token, `elapsed_s` seconds after the request began, and decides whether the answer ends.

@@ -1,18 +1,18 @@
-"""Makes what an answer begins with: its prompt, its limits, its sampler's record, and the tokens that there are."""
+"""Makes what an answer begins with: its prompt, limits, room, sampler record, and the tokens that there are."""
 
 import asyncio
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from corolla.chassis.errors import InvalidRequest, context_exceeded
+from corolla.chain.session import ChainSession
+from corolla.chassis.errors import InvalidRequest, QuotaExceeded, context_exceeded
 from corolla.client.generation.answer import Answer, Delta
-from corolla.client.generation.answer_room import AnswerRoom
-from corolla.client.generation.last_answer import read_last_answer
 from corolla.client.generation.request import AnyRequest
-from corolla.client.generation.resumption import replay_answer
+from corolla.client.generation.resumption import read_last_answer, replay_answer
 from corolla.client.quotas.enforcer import Allowance
 from corolla.client.reply_sizes import TokenWidths
 from corolla.client.text.tokenizer import TextTokenizer
@@ -28,6 +28,8 @@ log shares with the old one, and the new log."""
 Result = TypeVar("Result")
 
 _NUM_THREADS: Final = 4
+GROWTH_PATIENCE_S: Final = 30.0
+_GROWTH_INTERVAL_S: Final = 0.5
 DRAFT_SOURCES: Final = {
     pb.SPECULATION_MODE_OFF: blocks_pb2.Drafts.SOURCE_UNSPECIFIED,
     pb.SPECULATION_MODE_PROMPT_LOOKUP: blocks_pb2.Drafts.SOURCE_PROMPT_LOOKUP,
@@ -52,6 +54,67 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     may_speculate: bool = True
     growth_tokens: int = 256
+
+
+class AnswerRoom:
+    """The tokens for which the answers to one request have reserved pages, and quota of their tenant.
+
+    Args:
+        first_tokens: for how many tokens each answer's session has room at first, prompt included.
+        growth_tokens: the fewest further tokens that an answer asks for.
+    """
+
+    def __init__(
+        self, allowance: Allowance, num_prompt_tokens: int, first_tokens: int, growth_tokens: int, num_answers: int
+    ) -> None:
+        self._allowance = allowance
+        self._growth_tokens = growth_tokens
+        self._num_prompt_tokens = num_prompt_tokens
+        self.first_tokens = first_tokens
+        self._sizes = [first_tokens] * num_answers
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens count for the quota: the prompt once, and all answers."""
+        return self._num_prompt_tokens + sum(size - self._num_prompt_tokens for size in self._sizes)
+
+    async def grow(self, index: int, session: ChainSession) -> bool:
+        """Doubles the room for an answer, or adds to it what quota and pages allow; waits a while for pages.
+
+        Returns False if there is no more room.
+        """
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + GROWTH_PATIENCE_S
+        held = session.num_reserved_tokens
+        while True:
+            wanted = session.growth_sizes(self._num_prompt_tokens, self._growth_tokens)
+            sizes = await self._sizes_within_quota(index, wanted)
+            if not sizes:
+                return False
+            try:
+                await session.grow(sizes)
+            finally:
+                self._sizes[index] = session.num_reserved_tokens
+            if session.num_reserved_tokens != sizes[0]:
+                await self._allowance.take_reserved(self.num_tokens)
+            if session.num_reserved_tokens > held:
+                return True
+            if clock() >= give_up_s:
+                return False
+            await asyncio.sleep(random.uniform(0.5, 1.5) * _GROWTH_INTERVAL_S)
+
+    async def _sizes_within_quota(self, index: int, sizes: Sequence[int]) -> Sequence[int]:
+        """The sizes that the quota allows, which come with the largest one first; takes the quota for that one."""
+        held = self._sizes[index]
+        for number, size in enumerate(sizes):
+            self._sizes[index] = size
+            try:
+                await self._allowance.take_reserved(self.num_tokens)
+            except QuotaExceeded:
+                self._sizes[index] = held
+                continue
+            return sizes[number:]
+        return ()
 
 
 class AnswerFactory:
@@ -173,12 +236,13 @@ class AnswerFactory:
         return blocks_pb2.Drafts(source=source, max_tokens=most, is_adaptive=defaults.is_adaptive)
 
     def _empty(self, prompt_ids: Sequence[int], decider: StopDecider, request: AnyRequest) -> Answer:
-        output_parsing = request.output_parsing
-        if output_parsing is None:
-            return Answer(self.tokenizer, prompt_ids, decider, request.stop_sequences)
-        parser = output_parsing.parser(self.tokenizer, prompt_ids, request.turn_name)
-        shown_ids = output_parsing.shown_ids(self._limits.eos_token_ids)
-        return Answer(self.tokenizer, prompt_ids, decider, request.stop_sequences, parser, shown_ids)
+        parser, shown_ids = None, frozenset[int]()
+        if (output_parsing := request.output_parsing) is not None:
+            parser = output_parsing.parser(self.tokenizer, prompt_ids, request.turn_name)
+            shown_ids = output_parsing.shown_ids(self._limits.eos_token_ids)
+        return Answer(
+            self.tokenizer, prompt_ids, decider, request.stop_sequences, parser, shown_ids, request.caller.started_s
+        )
 
     async def _in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

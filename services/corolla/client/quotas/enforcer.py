@@ -18,11 +18,11 @@ from corolla.chain.control import ControlPlane
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import CorollaError, InvalidRequest, QuotaExceeded
 from corolla.chassis.tenant_limits import QuotaTable, TenantLimits
-from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.share import StaticShare
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import router_pb2 as pb
+from corolla.v1.generation_pb2 import Usage
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Running:
     """
 
     tenant: str
-    usage: RequestCounts
+    usage: Usage
     renewed_s: float
     num_noted_tokens: int
     held: dict[str, int] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class QuotaEnforcer:
 
     @asynccontextmanager
     async def running(
-        self, tenant: str, num_sequences: int, usage: RequestCounts, *, is_streamed: bool = False
+        self, tenant: str, num_sequences: int, usage: Usage, *, is_streamed: bool = False
     ) -> AsyncIterator["Allowance"]:
         """Holds quotas for a request from before it waits in line until it ends. `usage` counts its generated tokens.
 

@@ -15,7 +15,7 @@ from corolla.client.api.keys import NewKey, Scope
 from corolla.client.api.requests import RequestParser
 from corolla.client.api.servicer import CallBounds, GenerationServicer
 from corolla.client.api.tenants import KeyHolder
-from corolla.client.generation.admission import Caller, RequestCounts
+from corolla.client.generation.admission import Caller
 from corolla.client.generation.answer import Delta
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import Resumption
@@ -130,9 +130,7 @@ async def test_the_message_is_not_read_behind_its_request(
 def parsed(message: Any, answer_seconds: float | None = None) -> AnyRequest:
     parser = RequestParser(10, 100, 16, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
     parse: Any = parser.chat if isinstance(message, pb.ChatRequest) else parser.text
-    request: AnyRequest = parse(
-        message, Caller("acme", RequestCounts(), answer_seconds=answer_seconds), "fine", ANY_ROOM
-    )
+    request: AnyRequest = parse(message, Caller("acme", answer_seconds=answer_seconds), "fine", ANY_ROOM)
     return request
 
 

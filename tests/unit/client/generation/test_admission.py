@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, NoChain, QueueFull
-from corolla.client.generation.admission import Admission, AdmissionTicket, RequestCounts, RequestMeter
+from corolla.client.generation.admission import Admission, AdmissionTicket, Caller, RequestMeter
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.metrics import ClientMetrics
 from corolla.decoding.stopping import FinishReason
@@ -24,9 +24,9 @@ class MeasuredAdmission:
         self._metrics = ClientMetrics(self._registry)
 
     @asynccontextmanager
-    async def request(self, tenant: str, usage: RequestCounts) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
-        async with self.admission.enter(tenant) as ticket:
-            with RequestMeter(self._metrics, usage) as meter:
+    async def request(self, caller: Caller) -> AsyncIterator[tuple[AdmissionTicket, RequestMeter]]:
+        async with self.admission.enter(caller.tenant) as ticket:
+            with RequestMeter(self._metrics, caller) as meter:
                 yield ticket, meter
 
     def value(self, name: str, **labels: str) -> float:
@@ -39,8 +39,8 @@ class MeasuredAdmission:
 
 
 async def test_a_request_waits_until_its_prompt_is_known_and_then_runs() -> None:
-    subject, usage = MeasuredAdmission(2), RequestCounts()
-    async with subject.request(TENANT, usage) as (_, meter):
+    subject = MeasuredAdmission(2)
+    async with subject.request(Caller(TENANT)) as (_, meter):
         assert subject.held == (1, 0)
         meter.count_prompt(10, 4, 2)
         assert subject.held == (0, 1)
@@ -57,7 +57,7 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
     subject = MeasuredAdmission(1)
     for _ in range(3):
         with pytest.raises(GeneratorExit):  # noqa: PT012
-            async with subject.request(TENANT, RequestCounts()) as (_, meter):
+            async with subject.request(Caller(TENANT)) as (_, meter):
                 if is_known:
                     meter.count_prompt(1, 0, 0)
                 raise GeneratorExit
@@ -66,28 +66,28 @@ async def test_every_way_out_gives_the_place_back(is_known: bool) -> None:
 
 async def test_one_too_many_is_refused_and_takes_nothing() -> None:
     subject = MeasuredAdmission(1)
-    async with subject.request(TENANT, RequestCounts()):
+    async with subject.request(Caller(TENANT)):
         with pytest.raises(QueueFull):
-            async with subject.request(TENANT, RequestCounts()):
+            async with subject.request(Caller(TENANT)):
                 pass
         assert subject.held == (1, 0)
-    async with subject.request(TENANT, RequestCounts()):
+    async with subject.request(Caller(TENANT)):
         pass
 
 
 async def test_tokens_and_ends_are_counted() -> None:
-    subject, usage = MeasuredAdmission(1), RequestCounts()
-    async with subject.request(TENANT, usage) as (_, meter):
+    subject, caller = MeasuredAdmission(1), Caller(TENANT)
+    async with subject.request(caller) as (_, meter):
         meter.count_prompt(3, 0, 0)
         for index in (0, 1, 0, 1, 0):
             meter.count_tokens(index, 1)
         meter.count_finish(FinishReason.EOS)
-    assert usage.completion_tokens == subject.value("generation_tokens_total") == 5
+    assert caller.usage.completion_tokens == subject.value("generation_tokens_total") == 5
     assert subject.value("time_to_first_token_seconds_count") == 1
     # Between two tokens of one completion, never between those of different ones.
     assert subject.value("inter_token_latency_seconds_count") == 3
     assert subject.value("request_success_total", finished_reason="eos") == 1
-    assert usage.time_to_first_token_s > 0
+    assert caller.usage.time_to_first_token_seconds > 0
 
 
 ENDS = {
@@ -104,7 +104,7 @@ ENDS = {
 @pytest.mark.parametrize("failure, end", ENDS.items())
 def test_each_answer_and_each_reading_ends_in_one_series(failure: Any, end: str, num_answers: int) -> None:
     registry = CollectorRegistry()
-    with suppress(BaseException), RequestMeter(ClientMetrics(registry), RequestCounts(), num_answers) as meter:
+    with suppress(BaseException), RequestMeter(ClientMetrics(registry), Caller(TENANT), num_answers) as meter:
         for _ in range(num_answers if failure is None else num_answers - 1):
             meter.count_finish(FinishReason.EOS)
         if failure is not None:
@@ -125,7 +125,7 @@ def test_each_answer_and_each_reading_ends_in_one_series(failure: Any, end: str,
 
 
 async def request(subject: MeasuredAdmission, tenant: str, ran: list[str], leave: asyncio.Event) -> None:
-    async with subject.request(tenant, RequestCounts()) as (ticket, _):
+    async with subject.request(Caller(tenant)) as (ticket, _):
         await ticket.admitted()
         ran.append(tenant)
         await leave.wait()
@@ -169,7 +169,7 @@ async def test_a_caller_that_leaves_the_line_leaves_no_gap(num_turns: int) -> No
     await asyncio.gather(first, second, third, return_exceptions=True)
     assert ran[-1] == "cyd"
     assert subject.held == (0, 0)
-    async with subject.request("ada", RequestCounts()) as (ticket, _):
+    async with subject.request(Caller("ada")) as (ticket, _):
         await ticket.admitted()
         pass
 
@@ -179,7 +179,7 @@ async def test_a_prompt_that_is_refused_before_its_turn_leaves_the_line() -> Non
     running = asyncio.create_task(request(subject, "ada", ran, leave))
     await asyncio.sleep(0)
     with pytest.raises(ContextLengthExceeded):
-        async with subject.request("bob", RequestCounts()):
+        async with subject.request(Caller("bob")):
             raise ContextLengthExceeded("prompt", "is too long")
     next_one = asyncio.create_task(request(subject, "bob", ran, leave))
     await asyncio.sleep(0)

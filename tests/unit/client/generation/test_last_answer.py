@@ -3,7 +3,7 @@
 import pytest
 
 from corolla.client.generation.answer import Answer
-from corolla.client.generation.last_answer import read_last_answer, write_last_answer
+from corolla.client.generation.resumption import read_last_answer, write_last_answer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider

@@ -5,15 +5,14 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
 import pytest
 
 from corolla.chain.session import ChainSession, TokenReader
-from corolla.client.generation.answer import Answer
-from corolla.client.generation.loop import AnswerReader, generate
+from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.running_request import next_deltas
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import StopDecider
@@ -56,17 +55,23 @@ async def no_growth(session: ChainSession) -> bool:
     raise AssertionError("no session is full here")
 
 
+async def generated(
+    session: NoChain, answer: Answer, count_drafts: Callable[[int, int], None]
+) -> AsyncIterator[Sequence[Delta]]:
+    """What each round of an answer brings."""
+    chain = cast(ChainSession, session)
+    await chain.prefill(PROMPT, answer)
+    yield answer.deltas()
+    while answer.finish_reason is None:
+        yield await next_deltas(chain, answer, no_growth, count_drafts)
+
+
 async def token_seconds(stop: Sequence[str], session: NoChain, counts: list[tuple[int, int]]) -> list[float]:
     """Processor time between what each round of an answer brings and the next."""
     answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=NUM_TOKENS), stop)
     stamps: list[float] = []
-    chain = cast(ChainSession, session)
-    reader = AnswerReader(answer, time.monotonic())
-    deltas = generate(
-        chain, answer, reader, partial(chain.prefill, PROMPT), no_growth, lambda *each: counts.append(each)
-    )
     num_tokens = 0
-    async for together in deltas:
+    async for together in generated(session, answer, lambda *each: counts.append(each)):
         stamps.append(time.process_time())
         num_tokens += len(together)
     assert num_tokens == NUM_TOKENS
@@ -95,10 +100,7 @@ async def test_tokens_that_are_at_hand_are_read_together() -> None:
             return await super().decode(reader)
 
     answer = Answer(TOKENIZER, PROMPT, StopDecider(max_new_tokens=13), ())
-    chain = cast(ChainSession, Ahead(0))
-    reader = AnswerReader(answer, time.monotonic())
-    prefill = partial(chain.prefill, PROMPT)
-    together = [len(deltas) async for deltas in generate(chain, answer, reader, prefill, no_growth, print)]
+    together = [len(deltas) async for deltas in generated(Ahead(0), answer, print)]
     # The first token never waits for others.
     assert together == [1, 5, 5, 2]
 

@@ -20,12 +20,12 @@ from corolla.chassis.errors import (
     RouterUnavailable,
     StoreUnavailable,
 )
-from corolla.client.generation.admission import RequestCounts
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.quotas.share import StaticShare
 from corolla.router import quotas
 from corolla.v1 import router_pb2 as pb
+from corolla.v1.generation_pb2 import Usage
 from corolla.wire.frames import is_tenant_name
 
 
@@ -105,7 +105,7 @@ async def test_without_a_router_running_requests_hold_their_part_until_they_end(
     enforcer = QuotaEnforcer(tmp_path / "quotas", ClientMetrics(CollectorRegistry()))
 
     async def ask(num_tokens: int, has_begun: asyncio.Event, may_end: asyncio.Event) -> None:
-        async with enforcer.running("t", 1, RequestCounts()) as allowance:
+        async with enforcer.running("t", 1, Usage()) as allowance:
             await allowance.take_prompt(1, num_tokens)
             has_begun.set()
             await may_end.wait()
@@ -165,9 +165,9 @@ async def test_what_a_router_refuses_of_one_tenant_is_no_outage_for_others(
     assert router.counted == [] if is_outage else ["other"]
     if not is_outage:
         # Ended requests are reported together; the refused one does not take the others with it.
-        async with enforcer.running("other", 1, RequestCounts()):
+        async with enforcer.running("other", 1, Usage()):
             with contextlib.suppress(CorollaError):
-                async with enforcer.running("refused", 1, RequestCounts()):
+                async with enforcer.running("refused", 1, Usage()):
                     pass
         await enforcer.settle()
         num_calls = router.num_calls

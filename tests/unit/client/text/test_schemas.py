@@ -12,7 +12,7 @@ from llguidance.hf import from_tokenizer
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api.requests import RequestParser
-from corolla.client.generation.admission import Caller, RequestCounts
+from corolla.client.generation.admission import Caller
 from corolla.client.generation.request import AnyRequest
 from corolla.client.output_parsing.formats import HERMES
 from corolla.client.output_parsing.parser_choice import OutputFormat
@@ -192,7 +192,7 @@ ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
 def a_form(message: pb.ChatRequest | pb.GenerateRequest) -> AnswerFormat:
-    caller = Caller("acme", RequestCounts())
+    caller = Caller("acme")
     chat = isinstance(message, pb.ChatRequest)
     parse: Any = PARSER.chat if chat else PARSER.text
     request: AnyRequest = parse(message, caller, "", ANY_ROOM)
