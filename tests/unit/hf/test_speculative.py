@@ -1,4 +1,4 @@
-"""The speculation loop with local models, which works as with remote ones."""
+"""Drafts for local models, which work as with remote ones."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CONTEXT_LENGTH = 256
 
 
 class Speculative(SpeculativeGenerationMixin, LlamaForCausalLM):  # type: ignore[misc]
-    """A local model with the loop; counts its passes."""
+    """A local model with drafts; counts its passes."""
 
     num_passes = 0
 
@@ -158,11 +158,8 @@ def chi_square_limit(degrees: int) -> float:
 @pytest.mark.parametrize(
     "options, named",
     [
-        ({"synced_gpus": True}, "synced_gpus"),
-        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
-        ({"generation_config": GenerationConfig(return_dict_in_generate=True, do_sample=False)}, "return_dict"),
         ({"num_beams": 2}, "num_beams"),
-        ({"num_return_sequences": 2, "do_sample": True}, "one sequence"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
         ({"use_cache": False}, "cache"),
         ({"speculative_inference_iteration_size": 0}, "speculative_inference_iteration_size"),
         ({"speculative_inference_iteration_size": 65}, "speculative_inference_iteration_size"),
