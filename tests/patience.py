@@ -19,7 +19,7 @@ _PATIENCE_S: Final = 60
 def outlast_pauses() -> None:
     """Holds for all connections that this process opens or takes from now on, at this end of them."""
     channels.tolerate_silence(1000 * _PATIENCE_S)
-    control.tolerate_silence(_PATIENCE_S)
+    control.RECORD_TIMEOUT_S = _PATIENCE_S
     stream.tolerate_silence(_PATIENCE_S)
 
 

@@ -15,18 +15,8 @@ from corolla.v1 import router_pb2_grpc
 
 _PLAN_TIMEOUT_S: Final = 2.0
 """Short, because a client service without a router plans from the last pushed placement."""
-# Longer, because only a router has the records of sessions.
-_record_timeout_s = 5.0
-
-
-def tolerate_silence(silence_s: float) -> None:
-    """Sets how long calls about session records wait for a router.
-
-    The setting is for the ControlPlanes that this process makes from now on without a `record_timeout_s`.
-    """
-    global _record_timeout_s
-    _record_timeout_s = silence_s
-
+RECORD_TIMEOUT_S = 5.0
+"""Longer, because only a router has the records of sessions."""
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -35,7 +25,7 @@ class ControlPlane:
     """Makes calls to the router. A call that fails raises a CorollaError: the router's own, or RouterUnavailable.
 
     Args:
-        record_timeout_s: how long a call about a session record waits; None: as long as this process has set.
+        record_timeout_s: how long a call about a session record waits; None: RECORD_TIMEOUT_S.
     """
 
     def __init__(
@@ -43,7 +33,7 @@ class ControlPlane:
     ) -> None:
         self.model = model
         self._router = router
-        self._record_timeout_s = _record_timeout_s if record_timeout_s is None else record_timeout_s
+        self._record_timeout_s = RECORD_TIMEOUT_S if record_timeout_s is None else record_timeout_s
         self._channel = channels(router)
         self.stub = router_pb2_grpc.RouterServiceStub(self._channel)
 

@@ -1,14 +1,15 @@
-"""Recovers sessions: it replaces lost hops, opens a new epoch on every hop, and replays the missing tokens."""
+"""Recovers sequences: it replaces lost hops, opens a new epoch on every hop, and replays the missing tokens."""
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import History
+from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_budget import (
     RECOVERABLE,
@@ -22,6 +23,7 @@ from corolla.chain.recovery_plan import CLIENT, HopState, plan_segments
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
+from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
     AdapterNotLoaded,
     CorollaError,
@@ -39,6 +41,8 @@ from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _LONGEST_PAUSE_S: Final = 0.2
 
@@ -82,25 +86,16 @@ class _Job:
         return max(sequence.position for sequence in self.sequences)
 
 
+@dataclass(frozen=True, slots=True)
 class Recovery:
     """Recovers sessions that lost hops, and reports each success. All sessions of a process share one `Recovery`."""
 
-    def __init__(
-        self,
-        routes: Routes,
-        reservations: Reservations,
-        replayer: Replayer,
-        handovers: Handovers,
-        limits: ChainLimits,
-        on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
-    ) -> None:
-        self._routes = routes
-        self._reservations = reservations
-        self._replayer = replayer
-        self._handovers = handovers
-        self._patience_s = limits.recovery_patience_s
-        self._follows_numerics = limits.follows_numerics
-        self._on_recovery = on_recovery
+    routes: Routes
+    reservations: Reservations
+    replayer: Replayer
+    handovers: Handovers
+    limits: ChainLimits
+    on_recovery: Callable[[RecoveryReport], None] = lambda report: None
 
     async def recover(
         self,
@@ -123,11 +118,10 @@ class Recovery:
         """
         if not isinstance(failure, RECOVERABLE):
             raise failure
-        job = _Job(binding, sequences, budget, LostServers(self._patience_s), _now_s(), stale)
-        with spans.span("recovery") as span:
-            cause = failure.reason.lower()
-            span.note(lost=getattr(failure, "address", ""), cause=cause, position=job.position)
-            _note(span, await self._retry(job, failure, cause), job)
+        job = self._job(binding, sequences, budget, stale)
+        lost, cause = getattr(failure, "address", ""), failure.reason.lower()
+        with spans.span("recovery", lost=lost, cause=cause, position=job.position) as span:
+            await self._retry(span, job, failure)
 
     async def fill(
         self, binding: ChainBinding, sequence: History, states: Sequence[HopState], budget: RecoveryBudget
@@ -136,18 +130,17 @@ class Recovery:
 
         `binding` may have other hops afterwards. Raises CorollaError as `recover` does.
         """
-        job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
-        with spans.span("recovery") as span:
-            span.note(cause="idle", position=job.position)
+        job = self._job(binding, [sequence], budget)
+        with spans.span("recovery", cause="idle", position=job.position) as span:
             try:
                 await self._fill(job, 0, states)
             except CorollaError as failure:
                 # A hop may have evicted what it reported a moment ago.
                 job.incomplete_since_s = _now_s()
-                _note(span, await self._retry(job, failure, "idle", in_replay=True), job)
+                await self._retry(span, job, failure, "idle", in_replay=True)
                 return
             if job.methods:
-                _note(span, self._report(job, "idle"), job)
+                self._report(span, job, "idle")
 
     async def compute_anew(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
         """Opens a session on its hops in its next epoch and replays all of its tokens.
@@ -155,12 +148,10 @@ class Recovery:
         This is for a session whose open options have changed: the tokens that hops hold are of no use then. It counts
         as a recovery only if the first attempt fails. Raises CorollaError as `recover` does.
         """
-        job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
-        with spans.span("recovery") as span:
-            span.note(cause="long_factors", position=job.position)
-            failure = await self._attempt(job)
-            if failure is not None:
-                _note(span, await self._retry(job, failure, failure.reason.lower(), in_replay=True), job)
+        job = self._job(binding, [sequence], budget)
+        with spans.span("recovery", cause="long_factors", position=job.position) as span:
+            if (failure := await self._attempt(job)) is not None:
+                await self._retry(span, job, failure, in_replay=True)
 
     async def grow(
         self, binding: ChainBinding, sequence: History, sizes: Sequence[int], budget: RecoveryBudget
@@ -170,7 +161,7 @@ class Recovery:
         It gets the first of `sizes` for which every hop has pages, or stays as it was. Hops keep what they hold, so
         this counts as a recovery only if a hop was lost. Raises CorollaError as `recover` does.
         """
-        job = _Job(binding, [sequence], budget, LostServers(self._patience_s), _now_s())
+        job = self._job(binding, [sequence], budget)
         held = binding.open_options
         failure: CorollaError | None = None
         for size in (*sizes, held.max_tokens):
@@ -178,7 +169,7 @@ class Recovery:
             self._apply_handovers(binding)
             options = replace(held, max_tokens=size)
             try:
-                opened = await self._reservations.open(
+                opened = await self.reservations.open(
                     binding.identities, replace(options, recorded_chain=binding.chain), binding.chain
                 )
             except NotOpened as refused:
@@ -193,12 +184,27 @@ class Recovery:
         else:
             failure = HopSessionLost("a hop has no more room for a session that it held")
         if failure is not None:
-            with spans.span("recovery") as span:
-                span.note(cause="growth", position=job.position)
-                _note(span, await self._retry(job, failure, failure.reason.lower()), job)
+            with spans.span("recovery", cause="growth", position=job.position) as span:
+                await self._retry(span, job, failure)
 
-    async def _retry(self, job: _Job, failure: CorollaError, cause: str, *, in_replay: bool = False) -> RecoveryReport:
-        """Makes attempts until one succeeds. `in_replay` says whether `failure` happened during a replay."""
+    def _job(
+        self,
+        binding: ChainBinding,
+        sequences: Sequence[History],
+        budget: RecoveryBudget,
+        stale: frozenset[int] = frozenset(),
+    ) -> _Job:
+        return _Job(binding, sequences, budget, LostServers(self.limits.recovery_patience_s), _now_s(), stale)
+
+    async def _retry(
+        self, span: spans.Span, job: _Job, failure: CorollaError, cause: str = "", *, in_replay: bool = False
+    ) -> None:
+        """Makes attempts until one succeeds, which it reports.
+
+        Args:
+            cause: one of CAUSES; empty: the failure itself.
+            in_replay: whether `failure` happened during a replay.
+        """
         latest = failure
         while True:
             if latest is not failure:
@@ -215,17 +221,20 @@ class Recovery:
             if next_failure is None:
                 break
             latest = next_failure
-        report = self._report(job, cause)
-        log.warning("session recovered", extra={"cause": cause, "method": report.method})
-        return report
+        report = self._report(span, job, cause or failure.reason.lower())
+        log.warning("session recovered", extra={"cause": report.cause, "method": report.method})
 
-    def _report(self, job: _Job, cause: str) -> RecoveryReport:
+    def _report(self, span: spans.Span, job: _Job, cause: str) -> RecoveryReport:
+        """Tells of a recovery that succeeded, also in its trace span."""
         methods = "+".join(sorted(job.methods)) or "reopen"
         moved = moved_blocks(job.lost_chain, job.binding.chain)
-        mixes = self._follows_numerics and job.binding.chain.mixes_numerics
+        mixes = self.limits.follows_numerics and job.binding.chain.mixes_numerics
         report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens, moved, mixes)
         job.budget.on_recovery(report)
-        self._on_recovery(report)
+        self.on_recovery(report)
+        if span.is_sampled:
+            hops = [f"{hop.address} {Span.of(hop.span)}" for hop in job.binding.chain.hops]
+            span.note(method=methods, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
         return report
 
     def _patience(self, job: _Job, action: Action) -> float:
@@ -236,18 +245,18 @@ class Recovery:
         """
         now_s = _now_s()
         if action is Action.REPLACE_FOR_GOOD and not (
-            job.lost.may_return(now_s) or self._routes.may_gain_server(job.lost)
+            job.lost.may_return(now_s) or self.routes.may_gain_server(job.lost)
         ):
             return 0.0
-        return job.budget.patience_s(job.incomplete_since_s + self._patience_s - now_s, now_s)
+        return job.budget.patience_s(job.incomplete_since_s + self.limits.recovery_patience_s - now_s, now_s)
 
     async def _react(self, job: _Job, failure: CorollaError, *, in_replay: bool) -> Action:
         """Leaves out the server that failed, and says what was done. Raises where another attempt would not help."""
         address, reporter = getattr(failure, "address", ""), getattr(failure, "reporter", "")
-        action = classify(failure, is_alive=bool(reporter) and not await self._handovers.is_disconnected(address))
+        action = classify(failure, is_alive=bool(reporter) and not await self.handovers.is_disconnected(address))
         failed, died = _hops_at(job, address), list[Span]()
         if action is Action.REPLACE:
-            died = [Span.of(hop.span) for hop in failed if not self._routes.is_leaving_or_gone(hop.server_id)]
+            died = [Span.of(hop.span) for hop in failed if not self.routes.is_leaving_or_gone(hop.server_id)]
             self._avoid(failed)
         blames_reporter = job.budget.spend(action, failure, job.position, died, in_replay=in_replay)
         if action is Action.REPLACE_EITHER:
@@ -262,12 +271,12 @@ class Recovery:
         elif action is Action.FILL_IN_PLACE:
             job.may_scratch = False
         elif action is Action.FOLLOW and address:
-            await self._handovers.wait_until_settled(address, job.binding.identities)
+            await self.handovers.wait_until_settled(address, job.binding.identities)
         return action
 
     def _avoid(self, hops: Iterable[common_pb2.Hop]) -> None:
         for hop in hops:
-            self._routes.avoid(hop.server_id)
+            self.routes.avoid(hop.server_id)
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""
@@ -275,7 +284,7 @@ class Recovery:
         binding.raise_epoch()
         self._apply_handovers(binding)
         before = binding.chain
-        chain = await self._routes.replace_lost(
+        chain = await self.routes.replace_lost(
             before,
             job.lost,
             num_tokens=binding.open_options.max_tokens * len(job.sequences),
@@ -283,17 +292,17 @@ class Recovery:
             retryable=job.lost.retryable,
         )
         try:
-            opened = await self._reservations.open(
+            opened = await self.reservations.open(
                 binding.identities, replace(binding.open_options, recorded_chain=before), chain
             )
         except NotOpened as refused:
             fresh = [hop for hop in chain.hops if hop not in before.hops]
-            self._reservations.give_back(binding.identities, fresh)
+            self.reservations.give_back(binding.identities, fresh)
             return self._on_refusal(job, refused)
         staying = {hop.server_id for hop in chain.hops}
         job.lost.discard(staying)
         # A server that was only frozen reads the Close when it wakes, and frees the session.
-        self._reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
+        self.reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
         binding.rebind(opened)
         failure = await self._fill_all(job)
         job.incomplete_since_s = _now_s()
@@ -302,14 +311,14 @@ class Recovery:
     def _apply_handovers(self, binding: ChainBinding) -> None:
         """Puts the hops that took sessions over into the chain, in place of those that handed them over."""
         chain = self.redirected(binding)
-        self._reservations.give_back(binding.identities, [hop for hop in binding.chain.hops if hop not in chain.hops])
-        self._handovers.forget(binding.identities)
+        self.reservations.give_back(binding.identities, [hop for hop in binding.chain.hops if hop not in chain.hops])
+        self.handovers.forget(binding.identities)
         binding.chain = chain
 
     def redirected(self, binding: ChainBinding) -> common_pb2.Chain:
         """The chain of open sessions, with the hops that took sessions over in place of those that had them."""
-        chain = self._handovers.redirect(binding.chain, binding.open_identities)
-        return self._routes.continued(binding.chain, chain)
+        chain = self.handovers.redirect(binding.chain, binding.open_identities)
+        return self.routes.continued(binding.chain, chain)
 
     def _on_refusal(self, job: _Job, refused: NotOpened) -> CorollaError:
         message = "a hop of the chain is not reachable"
@@ -320,7 +329,7 @@ class Recovery:
                 continue
             if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages | AdapterNotLoaded):
                 raise failure
-            self._routes.on_open_refused(hop.server_id, failure)
+            self.routes.on_open_refused(hop.server_id, failure)
             job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving | AdapterNotLoaded))
             message = failure.message
         # The failure has no address: the hops are excluded already, and the request's step killed no server.
@@ -360,7 +369,7 @@ class Recovery:
             method = "tokens" if segment.source == CLIENT else "outputs"
             try:
                 with spans.span("replay", source=method, start=segment.start, end=sequence.position):
-                    await self._replayer.replay(job.binding, number, sequence, segment)
+                    await self.replayer.replay(job.binding, number, sequence, segment)
             except OutputsNotKept:
                 job.without_outputs.add(hops[segment.source].server_id)
                 raise
@@ -372,12 +381,53 @@ def _hops_at(job: _Job, address: str) -> Sequence[common_pb2.Hop]:
     return [hop for hop in job.binding.chain.hops if address and hop.address == address]
 
 
-def _note(span: spans.Span, report: RecoveryReport, job: _Job) -> None:
-    """Notes in a recovery's trace span how it ended."""
-    if span.is_sampled:
-        hops = [f"{hop.address} {Span.of(hop.span)}" for hop in job.binding.chain.hops]
-        span.note(method=report.method, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
-
-
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+class OpenSequences:
+    """Base class of sequences on a chain: it knows where they are open, repeats failed steps, and closes them.
+
+    Args:
+        binding: the sequences' identities, and the chain that they are open on.
+    """
+
+    def __init__(self, binding: ChainBinding, plane: DataPlane, recovery: Recovery) -> None:
+        self._binding = binding
+        self._plane = plane
+        self._recovery = recovery
+
+    @property
+    def chain(self) -> common_pb2.Chain:
+        return self._binding.chain
+
+    @property
+    def identities(self) -> tuple[SessionIdentity, ...]:
+        """The identities under which every hop has the sequences open, or will have once the pending open succeeds."""
+        return self._binding.identities
+
+    async def _with_recovery(
+        self, take_step: Callable[[], Awaitable[Result]], recover: Callable[[CorollaError], Awaitable[None]]
+    ) -> Result:
+        """Takes a step, and takes it again after each failure that a recovery repairs; raises the other failures.
+
+        Args:
+            recover: brings the sequences back after a failure, or raises. It is also called before a step if a hop has
+                handed some of the sequences over.
+        """
+        while True:
+            try:
+                if self._plane.handovers.affect(self.chain, self._binding.open_identities):
+                    raise HopLeaving("a hop of the chain handed the session over")
+                return await take_step()
+            except CorollaError as failure:
+                await recover(failure)
+
+    def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
+        """The hops that may hold a sequence: the chain's, and servers that took it over from them."""
+        return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
+
+    def close(self) -> None:
+        """Frees all sequences on every hop."""
+        for number, identity in enumerate(self.identities):
+            self._plane.close_session(self._holders(number), identity)

@@ -5,9 +5,9 @@ import contextlib
 import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final
 
 from corolla.chain.cache_salts import salt_behind
 from corolla.chain.identity import SessionIdentity
@@ -52,14 +52,9 @@ LONGEST_BUSY_PAUSE_S: Final = 1.0
 """The longest random pause before a hop with too many sessions to open is asked again, so that requests spread out."""
 
 
-class TrainedPrompts(Protocol):
-    """Embeddings that a session adds to the input of each of its blocks."""
-
-    def part(self, start: int, end: int) -> tuple[pb.BlockPrompts, Buffer]:
-        """The description and the raw bytes of the embeddings for the blocks `[start, end)`.
-
-        Blocks are counted from the session's first one.
-        """
+TrainedPrompts = Callable[[int, int], tuple[pb.BlockPrompts, Buffer]]
+"""Gives the description and the raw bytes of the embeddings that a session adds to the input of its blocks `[start,
+end)`, counted from the session's first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +481,7 @@ def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) 
         return b""
     first = open_options.blocks.start if open_options.blocks is not None else 0
     start, end = request.blocks.start, request.blocks.end
-    description, payload = open_options.prompts[number].part(start - first, end - first)
+    description, payload = open_options.prompts[number](start - first, end - first)
     if len(payload) > MAX_PROMPT_BYTES:
         raise InvalidRequest(
             "block_prompts",

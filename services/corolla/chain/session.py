@@ -10,10 +10,9 @@ from typing import Final, Protocol
 
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.open_sequences import OpenSequences
 from corolla.chain.pending import HiddenStates
 from corolla.chain.prompt_readout import PromptReadout, token_of
-from corolla.chain.recovery import Recovery
+from corolla.chain.recovery import OpenSequences, Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class HopSessions:
             texts = None
         capacity = max(capacity, self._capacity)
         self._origins = (*origins, *self._origins[len(origins) :])
-        prompts = None if self._prompts is None else [_Prompts(self._prompts[origin]) for origin in self._origins]
+        prompts = None if self._prompts is None else [partial(_sent, self._prompts[origin]) for origin in self._origins]
         options = OpenOptions(
             max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts,
             cache_salt=self._blocks.cache_salt, adapter=self._blocks.adapter,
@@ -130,15 +131,10 @@ class HopSessions:
             self._group.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """Trained prompts `[blocks, P, H]` in the form that a chain sends."""
-
-    values: Tensor
-
-    def part(self, start: int, end: int) -> tuple[pb.BlockPrompts, Buffer]:
-        part = self.values[start:end]
-        return describe_prompts(part), to_payload(part)
+def _sent(prompts: Tensor, start: int, end: int) -> tuple[pb.BlockPrompts, Buffer]:
+    """Trained prompts `[blocks, P, H]` of some blocks in the form that a chain sends."""
+    part = prompts[start:end]
+    return describe_prompts(part), to_payload(part)
 
 
 def require_prompts(prompts: object, blocks: RemoteSpan) -> None:

@@ -7,9 +7,8 @@ import torch
 
 from corolla.chain.history import ReplayInputs, StepShapes
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.open_sequences import OpenSequences
 from corolla.chain.pending import HiddenStates, RowFuture
-from corolla.chain.recovery import Recovery
+from corolla.chain.recovery import OpenSequences, Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.reservations import ChainBinding, ChainLimits
 from corolla.chain.step_window import StepWindow
