@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from corolla.chassis.channels import open_channel
-from corolla.client.bounds import ClientBounds
+from corolla.client.service import ClientBounds
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire import stream

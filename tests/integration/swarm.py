@@ -20,8 +20,7 @@ from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.invariants import Violation
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
-from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
-from corolla.client.service import ClientService
+from corolla.client.service import USUAL_BOUNDS, ClientBounds, ClientService
 from corolla.client.settings import ClientSettings
 from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
 from corolla.router.service import RouterProcess

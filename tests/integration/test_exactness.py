@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from corolla.client.bounds import ClientBounds
+from corolla.client.service import ClientBounds
 from corolla.models.demo import demo_checkpoint
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Completion, FinishReason, Usage

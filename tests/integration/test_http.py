@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from corolla.client.bounds import ClientBounds
+from corolla.client.service import ClientBounds
 from tests.integration.swarm import Swarm, tiny_swarm
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,8 +11,7 @@ import httpx2
 import pytest
 
 from corolla.client.api.keys import NewKey
-from corolla.client.bounds import ClientBounds
-from corolla.client.service import ClientService
+from corolla.client.service import ClientBounds, ClientService
 from corolla.http.page import HEADERS
 from corolla.http.placement_facts import name_of
 from tests.integration.deaths import doom

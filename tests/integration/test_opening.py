@@ -14,7 +14,7 @@ import pytest
 from corolla.block_server import service, span_loader
 from corolla.block_server.service import BlockServer
 from corolla.chassis.errors import HopUnavailable, NoChain
-from corolla.client.bounds import ClientBounds
+from corolla.client.service import ClientBounds
 from corolla.compute.speed import Speed, measure_speed
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame

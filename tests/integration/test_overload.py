@@ -14,10 +14,10 @@ import pytest
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QueueFull
 from corolla.client.text.chat import ChatTemplate
-from corolla.client.text.conversation import Message
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import generation_pb2 as pb
+from corolla.v1.common_pb2 import ChatMessage
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.integration.gates import held_up
 from tests.integration.metrics import sample
@@ -229,7 +229,7 @@ async def test_a_text_beyond_the_context_is_counted(swarm: Swarm, name: str) -> 
     if isinstance(given, str):
         expected = tokenizer.encode(given)
     else:
-        expected = ChatTemplate(tokenizer).prompt_ids([Message(**each) for each in given])
+        expected = ChatTemplate(tokenizer).prompt_ids([ChatMessage(**each) for each in given])
     assert len(counted) > CONTEXT_LENGTH
     assert list(counted.token_ids) == expected
     assert all(counted.pieces[i] == tokenizer.token_text(counted.token_ids[i]) for i in range(0, len(counted), 997))

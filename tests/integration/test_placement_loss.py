@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from corolla.block_server.service import BlockServer
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import NoChain, NonFiniteOutput
-from corolla.client.bounds import ClientBounds
+from corolla.client.service import ClientBounds
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 from tests.checkpoints import make_tiny_checkpoint

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 from corolla.chain.control import ControlPlane
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded
-from corolla.client.bounds import ClientBounds
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
+from corolla.client.service import ClientBounds
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import generation_pb2_grpc
 from tests.integration.metrics import sample

@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import InvalidRequest, SessionBusy
-from corolla.client.bounds import ClientBounds
 from corolla.client.generation.resumption import Resumption
+from corolla.client.service import ClientBounds
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.requests import ChatOptions
 from corolla.sdk.results import FinishReason

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.client.bounds import ClientBounds
+from corolla.client.service import ClientBounds
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Frame
 from tests.checkpoints import make_tiny_checkpoint

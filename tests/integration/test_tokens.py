@@ -22,8 +22,7 @@ from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import QuotaExceeded, ScopeDenied, SettingsError, Unauthenticated
 from corolla.chassis.settings import load
 from corolla.client.api.keys import NewKey
-from corolla.client.bounds import ClientBounds
-from corolla.client.service import ClientService
+from corolla.client.service import ClientBounds, ClientService
 from corolla.client.settings import ClientSettings
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint

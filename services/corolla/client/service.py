@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Final
@@ -31,10 +31,10 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.weight_formats import tokens_follow_numerics
 from corolla.client.adapters import ModelNames
 from corolla.client.api.issuer import issuer_keys
+from corolla.client.api.requests import RequestParser
 from corolla.client.api.servicer import CallBounds, GenerationServicer
 from corolla.client.api.tenants import Tenants, Tokens
 from corolla.client.api.tokens import TokenRules
-from corolla.client.bounds import USUAL_BOUNDS, ClientBounds
 from corolla.client.generation.admission import Admission
 from corolla.client.generation.answer_factory import DRAFT_SOURCES, AnswerFactory, ModelLimits
 from corolla.client.generation.answering import Answering
@@ -42,6 +42,7 @@ from corolla.client.generation.running_request import Entrance
 from corolla.client.generation.waiting_line import WaitingLine
 from corolla.client.held_bytes import HeldBytes
 from corolla.client.metrics import ClientMetrics
+from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.reply_sizes import stated_bytes
 from corolla.client.settings import ClientSettings
@@ -78,6 +79,43 @@ _MAX_FIELDS: Final = 1 << 15
 _MAX_GRPC_REPLY_BYTES: Final = MAX_FRAME_BYTES - (1 << 10)
 _MAX_CONNECTION_AGE_S: Final = 3600.0
 """A gRPC connection of this age takes no new calls. Its caller connects again, perhaps to a new replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBounds:
+    """Timeouts and limits of a client service that are the same in every deployment.
+
+    Attributes:
+        ping_after_s: seconds of silence after which a block server is pinged.
+        silence_s: seconds of silence after which a block server counts as lost. A frozen server delays answers by that
+            long.
+        open_timeout_s: seconds that a live block server may take to open a session before it is avoided; a server that
+            first finishes a long step needs far less.
+        http_read_timeout_s: seconds until the head of an HTTP request must have arrived, and again for its body.
+        farewell_s: how many seconds before a call's deadline the service stops waiting for a chain, so that the error
+            still reaches the caller.
+        reader_timeout_s: seconds after which an answer ends because its caller reads nothing and all buffers are full.
+        quota_timeout_s: seconds that a router may take to count quotas; then the client service counts its own share.
+        max_watchers: callers that may watch the placement at a time; where there are several tenants, each may have a
+            quarter of these. All watchers get the same events, so the limit bounds connections, not work.
+        token_skew_s: seconds by which the clocks of the issuer and of this service may differ.
+        issuer_refresh_s: seconds until the issuer's key set is fetched again. A token with an unknown key causes an
+            earlier fetch, but at most one in a thirtieth of this time.
+    """
+
+    ping_after_s: float = 1.0
+    silence_s: float = 2.0
+    open_timeout_s: float = 15.0
+    http_read_timeout_s: float = 30.0
+    farewell_s: float = 0.2
+    reader_timeout_s: float = 120.0
+    quota_timeout_s: float = 0.5
+    max_watchers: int = 64
+    token_skew_s: float = 30.0
+    issuer_refresh_s: float = 300.0
+
+
+USUAL_BOUNDS: Final = ClientBounds()
 
 
 class ClientService:
@@ -165,15 +203,12 @@ class ClientService:
             Part("watched files", self._watch_files, ["tasks"]),
             Part("checkpoint", self._find_checkpoint),
             Part("router", self._connect_router, ["checkpoint", "tasks"], self._disconnect_router),
-            Part("tokenizer", self._load_tokenizer, ["checkpoint"]),
             Part("data plane", self._make_plane, ["router"], lambda: self._plane.close()),
             Part("routes", self._make_routes, ["router"], lambda: self._routes.close()),
-            Part("sessions", self._make_sessions, ["routes", "data plane"]),
-            Part("transcripts", self._make_transcripts, ["router"], lambda: self._transcripts.close()),
-            Part("chat", self._make_chat, ["tokenizer"], lambda: asyncio.to_thread(self._chat.close)),
-            Part("grammars", self._make_grammars, ["tokenizer"], lambda: asyncio.to_thread(self._grammars.close)),
-            Part("answering", self._make_answering, ["sessions", "transcripts", "grammars"]),
-            Part("servicer", self._make_servicer, ["answering", "chat"]),
+            Part("sessions", self._make_sessions, ["routes", "data plane"], lambda: self._transcripts.close()),
+            Part("text", self._make_text, ["checkpoint"], lambda: asyncio.to_thread(self._close_text)),
+            Part("answering", self._make_answering, ["sessions", "text"]),
+            Part("servicer", self._make_servicer, ["answering"]),
             Part("doors", self._open_doors, ["servicer", "grpc port", "http port"], self._close_doors),
         )
 
@@ -236,6 +271,7 @@ class ClientService:
         self._fingerprint = await asyncio.to_thread(
             self._checkpoint.fingerprint, settings.dtype, settings.quantization, settings.kv_cache_dtype
         )
+        self._tokenizer = await asyncio.to_thread(TextTokenizer.load, self._checkpoint.folder)
 
     def _connect_router(self) -> None:
         self._control = ControlPlane(self.settings.router, self._checkpoint.name, self._network.channels)
@@ -250,9 +286,6 @@ class ClientService:
         await self._tasks.close()
         await self._quotas.close()
         await self._control.close()
-
-    async def _load_tokenizer(self) -> None:
-        self._tokenizer = await asyncio.to_thread(TextTokenizer.load, self._checkpoint.folder)
 
     def _make_plane(self) -> None:
         bounds = self._bounds
@@ -283,24 +316,34 @@ class ClientService:
         self._metrics.quarantined.set_function(lambda: routes.quarantine.count(clock()))
 
     def _make_sessions(self) -> None:
-        limits = _limits(self.settings, self._checkpoint)
+        settings = self.settings
+        limits = ChainLimits(
+            prefill_chunk_tokens=settings.prefill_chunk_tokens,
+            step_timeout_s=settings.step_timeout_s,
+            lease_ms=_LEASE_MS,
+            recovery_patience_s=settings.recovery_patience_s,
+            max_microbatches=settings.max_microbatches,
+            short_factor_length=self._checkpoint.short_factor_length,
+            follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
+        )
         self._sessions = ChainSessions(self._routes, self._plane, limits, self._on_recovery)
+        self._transcripts = Transcripts(self._control, settings.session_ttl_s, self._tasks.subgroup())
 
-    def _make_transcripts(self) -> None:
-        self._transcripts = Transcripts(self._control, self.settings.session_ttl_s, self._tasks.subgroup())
-
-    def _make_chat(self) -> None:
+    def _make_text(self) -> None:
         self._chat = ChatTemplate(self._tokenizer, TemplateProcess)
-
-    def _make_grammars(self) -> None:
         self._end_token_ids = _end_token_ids(self._checkpoint, self._tokenizer)
         self._grammars = GrammarProcess(
             self._tokenizer, self._checkpoint.vocab_size, self._end_token_ids, self._metrics.grammars
         )
 
+    def _close_text(self) -> None:
+        self._chat.close()
+        self._grammars.close()
+
     async def _make_answering(self) -> None:
         settings, checkpoint = self.settings, self._checkpoint
-        self._names = _names(settings, checkpoint, self._placement)
+        own = (checkpoint.name, *([DEMO_MODEL] if settings.model == DEMO_MODEL else []))
+        self._names = ModelNames(settings.model_names or own[:1], self._placement, own)
         drafts = blocks_pb2.Drafts(
             source=DRAFT_SOURCES[
                 generation_pb2.SpeculationMode.Value(f"SPECULATION_MODE_{settings.speculation.upper()}")
@@ -340,8 +383,11 @@ class ClientService:
         # Only one tokenization runs at a time: its thread takes time from the thread that serves answers.
         self._servicer = GenerationServicer(
             self._model, self._quotas, self._answering, self._admission(1), self._transcripts, self._sessions,
-            self._placement, self._tokenizer, self._chat, self._cache_salts, self._names,
-            bounds=CallBounds(self._bounds.farewell_s, self._max_grpc_reply_bytes),
+            self._placement, self._tokenizer, self._chat, self._names,
+            RequestParser(
+                self._model, self._chat.reserved_names, OutputFormat.of(self._tokenizer), self._cache_salts
+            ),
+            CallBounds(self._bounds.farewell_s, self._max_grpc_reply_bytes),
         )  # fmt: skip
 
     async def _open_doors(self) -> None:
@@ -437,12 +483,6 @@ def _warn_of_few_descriptors(settings: ClientSettings) -> None:
         )
 
 
-def _names(settings: ClientSettings, checkpoint: Checkpoint, placement: PlacementWatch) -> ModelNames:
-    """Names of the model: the names in the settings, and its own name."""
-    own = (checkpoint.name, *([DEMO_MODEL] if settings.model == DEMO_MODEL else []))
-    return ModelNames(settings.model_names or own[:1], placement, own)
-
-
 def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
     if not settings.oidc_issuer:
         return None
@@ -468,15 +508,3 @@ def _end_token_ids(checkpoint: Checkpoint, tokenizer: TextTokenizer) -> frozense
             extra={"token": end},
         )
     return found
-
-
-def _limits(settings: ClientSettings, checkpoint: Checkpoint) -> ChainLimits:
-    return ChainLimits(
-        prefill_chunk_tokens=settings.prefill_chunk_tokens,
-        step_timeout_s=settings.step_timeout_s,
-        lease_ms=_LEASE_MS,
-        recovery_patience_s=settings.recovery_patience_s,
-        max_microbatches=settings.max_microbatches,
-        short_factor_length=checkpoint.short_factor_length,
-        follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
-    )

@@ -27,7 +27,12 @@ from tests.unit.client.api.test_requests import TOKENIZER
 DOCUMENT = document(OPERATIONS)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 BODIES: dict[str, Any] = {each.body.__name__: each.body for each in OPERATIONS if each.body is not None}
-PARSER = RequestParser(300, 4096, 16, frozenset({"messages"}), OutputFormat.of(TOKENIZER), CacheSalts(""))
+PARSER = RequestParser(
+    pb.Model(vocab_size=300, context_length=4096, hidden_size=16),
+    frozenset({"messages"}),
+    OutputFormat.of(TOKENIZER),
+    CacheSalts(""),
+)
 CALLER = Caller("acme")
 WRONG = ({"surely": "wrong"}, 0.5, True, "surely wrong", [[[0.5]]])
 KINDS = {dict: "object", float: "number", int: "integer", bool: "boolean", str: "string", list: "array"}
@@ -182,7 +187,8 @@ def parse(request: Any) -> None:
         case pb.DetokenizeRequest():
             token_ids("token_ids", request.token_ids, 300)
         case pb.TokenizeRequest() if request.WhichOneof("input") == "chat":
-            messages = conversations.messages(request.chat.messages)
+            messages = request.chat.messages
+            conversations.check_messages(messages)
             check_conversation(messages, conversations.setting(request.chat, frozenset({"messages"})))
 
 

@@ -1,9 +1,8 @@
-"""Converts conversations in requests to values, or refuses them with an error that names the field. Pure."""
+"""Reads conversations in requests, or refuses them with an error that names the field. Pure."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from google.protobuf import struct_pb2
@@ -11,10 +10,11 @@ from google.protobuf import struct_pb2
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.output_parsing.call_rules import CallRules
 from corolla.client.output_parsing.formats import ReasoningFormat
-from corolla.client.text.conversation import ChatSetting, Message, Tool, ToolCall, arguments_of, check_messages
+from corolla.client.text.conversation import ChatSetting, Tool, arguments_of, check_roles, texts_of
 from corolla.client.text.schemas import depth_of, parsed
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
+from corolla.v1.common_pb2 import ChatMessage, ToolCall
 
 MAX_MESSAGES: Final = 2048
 """The limit for messages, their parts and their calls together. A template takes some microseconds for each message,
@@ -39,19 +39,19 @@ _MODES: Final = _REQUIRING_MODES | {
 TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def messages(given: Sequence[pb.ChatMessage]) -> tuple[Message, ...]:
-    """Checks messages and converts them for templates. Raises InvalidRequest."""
+def check_messages(given: Sequence[ChatMessage]) -> None:
+    """Checks messages. Raises InvalidRequest."""
     num_parts = sum(len(message.content_parts) + len(message.tool_calls) for message in given)
     if len(given) + num_parts > MAX_MESSAGES:
         raise InvalidRequest("messages", f"must be at most {MAX_MESSAGES}, parts and calls included")
     if sum(len(call.arguments) for message in given for call in message.tool_calls) > MAX_JSON_CHARS:
         raise InvalidRequest("messages", f"calls must have arguments of at most {MAX_JSON_CHARS} characters together")
-    read = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(given))
-    check_messages(read)
-    return read
+    for index, message in enumerate(given):
+        _check_message(message, f"messages[{index}]")
+    check_roles(given)
 
 
-def _message(given: pb.ChatMessage, field: str) -> Message:
+def _check_message(given: ChatMessage, field: str) -> None:
     if given.content and given.content_parts:
         raise InvalidRequest(f"{field}.content_parts", "must be empty if content is set")
     for name in ("tool_call_id", "name"):
@@ -61,10 +61,9 @@ def _message(given: pb.ChatMessage, field: str) -> Message:
         raise InvalidRequest(f"{field}.tool_calls", f"must be at most {MAX_CALLS}")
     for index, call in enumerate(given.tool_calls):
         _check_call(call, f"{field}.tool_calls[{index}]")
-    return _as_value(given)
 
 
-def _check_call(given: pb.ToolCall, field: str) -> None:
+def _check_call(given: ToolCall, field: str) -> None:
     if not TOOL_NAME.fullmatch(given.name):
         raise InvalidRequest(f"{field}.name", "must be 1 to 64 letters, digits, dashes or underscores")
     if len(given.id) > MAX_ID_CHARS:
@@ -167,59 +166,33 @@ def _number(number: float, field: str) -> int | float:
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
-def recorded(record: router_pb2.SessionRecord) -> list[Message]:
-    """The messages of a session so far."""
-    return [_as_value(each) for each in record.transcript]
-
-
-def _as_value(given: pb.ChatMessage) -> Message:
-    return Message(
-        role=given.role,
-        content=tuple(given.content_parts) or given.content,
-        reasoning=given.reasoning,
-        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in given.tool_calls),
-        tool_call_id=given.tool_call_id,
-        name=given.name,
-    )
-
-
 def record_messages(
     record: router_pb2.SessionRecord,
-    new: Sequence[Message],
-    answer: Message,
+    new: Sequence[ChatMessage],
+    answer: ChatMessage,
     chat: ChatSetting,
     reasoning: ReasoningFormat | None,
 ) -> None:
     """Writes a finished turn's messages into the session's record."""
     written = [*new]
     if chat.continues_last:
-        begun = written.pop() if written else _as_value(record.transcript.pop())
+        begun = written.pop() if written else record.transcript.pop()
         answer = _continued(begun, answer, reasoning)
-    for message in (*written, answer):
-        is_text = isinstance(message.content, str)
-        record.transcript.add(
-            role=message.role,
-            content=str(message.content) if is_text else "",
-            content_parts=() if is_text else message.content,
-            reasoning=message.reasoning,
-            tool_calls=[
-                pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
-            ],
-            tool_call_id=message.tool_call_id,
-            name=message.name,
-        )
+    record.transcript.extend([*written, answer])
 
 
-def _continued(begun: Message, answer: Message, reasoning: ReasoningFormat | None) -> Message:
+def _continued(begun: ChatMessage, answer: ChatMessage, reasoning: ReasoningFormat | None) -> ChatMessage:
     """The begun message, continued by the answer. If it had begun to reason, that text moves to its `reasoning`."""
-    *parts, last = (begun.content,) if isinstance(begun.content, str) else begun.content
+    *parts, last = texts_of(begun)
     thought = ""
     if answer.reasoning and reasoning is not None and reasoning.opening in last:
         last, _, thought = last.rpartition(reasoning.opening)
-    parts.append(last + str(answer.content))
-    return replace(
-        begun,
-        content=parts[0] if isinstance(begun.content, str) else tuple(parts),
-        reasoning=begun.reasoning + thought.lstrip() + answer.reasoning,
-        tool_calls=answer.tool_calls,
-    )
+    continued = ChatMessage()
+    continued.CopyFrom(begun)
+    continued.reasoning += thought.lstrip() + answer.reasoning
+    continued.tool_calls.MergeFrom(answer.tool_calls)
+    if begun.content_parts:
+        continued.content_parts[:] = [*parts, last + answer.content]
+    else:
+        continued.content = last + answer.content
+    return continued

@@ -16,11 +16,12 @@ from corolla.client.output_parsing.call_rules import FORM, arguments_parts
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing
 from corolla.client.reply_sizes import ReplyRoom
 from corolla.client.text import formats
-from corolla.client.text.conversation import ChatSetting, Message, check_conversation
+from corolla.client.text.conversation import ChatSetting, check_conversation, texts_of
 from corolla.client.text.formats import AnswerFormat
 from corolla.decoding.parameters import MAX_LOGPROBS, SamplingParams
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.v1 import generation_pb2 as pb
+from corolla.v1.common_pb2 import ChatMessage
 
 MAX_COMPLETIONS: Final = 16
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -39,7 +40,7 @@ class ChatPrompt:
         expected_turns: the number of turns that the session must have had; None: any number.
     """
 
-    messages: tuple[Message, ...]
+    messages: Sequence[ChatMessage]
     setting: ChatSetting
     instructions: str = ""
     expected_turns: int | None = None
@@ -86,9 +87,7 @@ class RequestParser:
         reserved_names: the names of template arguments that callers must not set.
     """
 
-    vocab_size: int
-    context_length: int
-    hidden_size: int
+    model: pb.Model
     reserved_names: frozenset[str]
     output_format: OutputFormat
     cache_salts: CacheSalts
@@ -127,8 +126,8 @@ class RequestParser:
         }
         if message.pooling not in poolings:
             raise InvalidRequest("pooling", "is unknown to this service")
-        if message.HasField("dimensions") and not 1 <= message.dimensions <= self.hidden_size:
-            raise InvalidRequest("dimensions", f"must be between 1 and {self.hidden_size}")
+        if message.HasField("dimensions") and not 1 <= message.dimensions <= self.model.hidden_size:
+            raise InvalidRequest("dimensions", f"must be between 1 and {self.model.hidden_size}")
         text = self._input(message.WhichOneof("input"), message.text, message.tokens.ids)
         pooling = poolings[message.pooling]
         return self._reading(message, caller, adapter, text, lambda ids: PromptReadout(ids, pooling=pooling))
@@ -141,9 +140,9 @@ class RequestParser:
             raise InvalidRequest(kind, "must not be empty")
         if text:
             return text
-        if len(ids) > self.context_length:
-            raise context_exceeded(self.context_length, len(ids))
-        return token_ids(f"{kind}.ids", ids, self.vocab_size)
+        if len(ids) > self.model.context_length:
+            raise context_exceeded(self.model.context_length, len(ids))
+        return token_ids(f"{kind}.ids", ids, self.model.vocab_size)
 
     def _reading(
         self,
@@ -171,10 +170,11 @@ class RequestParser:
 
     def chat(self, message: pb.ChatRequest, caller: Caller, adapter: str, reply: ReplyRoom) -> ChatRequest:
         """Parses messages and the options of their answer. Raises InvalidRequest."""
-        messages = conversations.messages(message.messages)
+        messages = message.messages
+        conversations.check_messages(messages)
         setting = conversations.setting(message, self.reserved_names)
         rules = conversations.call_rules(message, setting.tools)
-        begun = "".join(messages[-1].content if messages else ()) if setting.continues_last else None
+        begun = "".join(texts_of(messages[-1]) if messages else ()) if setting.continues_last else None
         expected_turns = _given(message, "expected_turns") if message.session_id else None
         prompt = ChatPrompt(messages, setting, message.instructions, expected_turns)
         parsing = OutputParsing(self.output_format, rules, begun)
@@ -191,9 +191,9 @@ class RequestParser:
             return message.text
         if not message.tokens.ids:
             raise InvalidRequest("tokens.ids", "must not be empty")
-        if len(message.tokens.ids) > self.context_length:
-            raise context_exceeded(self.context_length, len(message.tokens.ids))
-        return token_ids("tokens.ids", message.tokens.ids, self.vocab_size)
+        if len(message.tokens.ids) > self.model.context_length:
+            raise context_exceeded(self.model.context_length, len(message.tokens.ids))
+        return token_ids("tokens.ids", message.tokens.ids, self.model.vocab_size)
 
     def _request(
         self,
@@ -231,7 +231,7 @@ class RequestParser:
         violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
         sampling, form = SamplingParams(), None
         try:
-            sampling = SamplingParams.read(message.sampling, self.vocab_size, _given(message, "logprobs"))
+            sampling = SamplingParams.read(message.sampling, self.model.vocab_size, _given(message, "logprobs"))
         except InvalidRequest as error:
             names = {"num_logprobs": "logprobs"}
             violations += [(names.get(field, f"sampling.{field}"), text) for field, text in error.violations]
@@ -259,7 +259,7 @@ class RequestParser:
             reply_logprobs=sampling.num_logprobs,
             time_limit_s=min((limit_s for limit_s in time_limits_s if limit_s is not None), default=None),
             speculation=speculation,
-            resumption=_resumption(message, self.vocab_size, self.context_length),
+            resumption=_resumption(message, self.model.vocab_size, self.model.context_length),
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
             output_parsing=output_parsing,
             form=form,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from corolla.chain.prompt_readout import PromptReadout
 from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder, joined_deltas
 from corolla.client.output_parsing.parser_choice import AnswerParser
-from corolla.client.text.conversation import Message
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider, StopMatcher
+from corolla.v1.common_pb2 import ChatMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Answer:
         return self._matcher.matched
 
     @property
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The answer so far as the next message of a conversation."""
         return self._message.message
 

@@ -24,13 +24,12 @@ from corolla.client.generation.answer_factory import AnswerFactory, AnswerRoom, 
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import UnsentDeltas, write_last_answer
 from corolla.client.generation.running_request import Entrance, RunningRequest, next_deltas
-from corolla.client.text.conversation import Message
 from corolla.client.transcripts import Transcripts, Turn
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.adapter_version import AdapterVersion
 
-RecordTurn = Callable[[router_pb2.SessionRecord, Message], None]
+RecordTurn = Callable[[router_pb2.SessionRecord, common_pb2.ChatMessage], None]
 """Writes a finished turn's answer into the record."""
 
 

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from corolla.client.output_parsing.formats import CallFormat
-from corolla.client.text.conversation import Message, Tool, ToolCall, arguments_of, tool_values
+from corolla.client.text.conversation import Tool, arguments_of, texts_of, tool_values
+from corolla.v1.common_pb2 import ChatMessage, ToolCall
 
 _INTRODUCTION: Final = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -14,12 +14,12 @@ _INTRODUCTION: Final = (
     "For each function call, return a json object with function name and arguments in this form:\n{call}"
 )
 """The templates of Hermes and Qwen introduce tools with these words."""
-_EXAMPLE: Final = ToolCall("", "<function-name>", "<args-json-object>")
+_EXAMPLE: Final = ToolCall(name="<function-name>", arguments="<args-json-object>")
 
 
 def written_out(
-    earlier: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool], calls: CallFormat
-) -> tuple[list[Message], list[Message]]:
+    earlier: Sequence[ChatMessage], new: Sequence[ChatMessage], tools: Sequence[Tool], calls: CallFormat
+) -> tuple[list[ChatMessage], list[ChatMessage]]:
     """A conversation whose messages say in their texts which tools there are, what was called, and what came back.
 
     The tools stand at the end of the system message or, without one, before the first message of a user.
@@ -33,11 +33,11 @@ def written_out(
                 before, after = (text, "") if message.role == "user" else ("", text)
                 messages[index] = _with_text(message, before, after)
                 return shown
-    (shown[0] or shown[1]).insert(0, Message("system", text))
+    (shown[0] or shown[1]).insert(0, ChatMessage(role="system", content=text))
     return shown
 
 
-def _without_roles(messages: Iterable[Message], calls: CallFormat) -> Iterator[Message]:
+def _without_roles(messages: Iterable[ChatMessage], calls: CallFormat) -> Iterator[ChatMessage]:
     """Yields the messages without calls and without the role `tool`; consecutive results become one message."""
     results: list[str] = []
     for message in messages:
@@ -45,14 +45,15 @@ def _without_roles(messages: Iterable[Message], calls: CallFormat) -> Iterator[M
             results.append(f"<tool_response>\n{_text_of(message)}\n</tool_response>")
             continue
         if results:
-            yield Message("user", "\n".join(results))
+            yield ChatMessage(role="user", content="\n".join(results))
             results = []
         if message.tool_calls:
             written = "\n".join(_written_call(call, calls) for call in message.tool_calls)
-            message = replace(_with_text(message, "", written, gap="\n"), tool_calls=())
+            message = _with_text(message, "", written, gap="\n")
+            message.ClearField("tool_calls")
         yield message
     if results:
-        yield Message("user", "\n".join(results))
+        yield ChatMessage(role="user", content="\n".join(results))
 
 
 def _written_call(call: ToolCall, calls: CallFormat) -> str:
@@ -68,9 +69,13 @@ def _written_call(call: ToolCall, calls: CallFormat) -> str:
     return f"{calls.opening}\n{written}\n{calls.closing}" if calls.closing else f"{calls.opening}{written}"
 
 
-def _with_text(message: Message, before: str, after: str, gap: str = "\n\n") -> Message:
-    return replace(message, content=gap.join(each for each in (before, _text_of(message), after) if each))
+def _with_text(message: ChatMessage, before: str, after: str, gap: str = "\n\n") -> ChatMessage:
+    changed = ChatMessage()
+    changed.CopyFrom(message)
+    changed.ClearField("content_parts")
+    changed.content = gap.join(each for each in (before, _text_of(message), after) if each)
+    return changed
 
 
-def _text_of(message: Message) -> str:
-    return message.content if isinstance(message.content, str) else "\n".join(message.content)
+def _text_of(message: ChatMessage) -> str:
+    return "\n".join(texts_of(message))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from corolla.client.text.conversation import Message, ToolCall
+from corolla.v1.common_pb2 import ChatMessage, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class MessageBuilder:
         return AnswerDelta("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
 
     @property
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The answer as the next message of a conversation."""
-        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in self.calls)
-        return Message("assistant", "".join(self.texts), "".join(self.reasonings), calls)
+        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in self.calls]
+        text, reasoning = "".join(self.texts), "".join(self.reasonings)
+        return ChatMessage(role="assistant", content=text, reasoning=reasoning, tool_calls=calls)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from corolla.chassis.errors import CorollaError, InvalidRequest
-from corolla.client.text.conversation import ChatSetting, Message, message_values, tool_values
+from corolla.client.text.conversation import ChatSetting, message_values, tool_values
 from corolla.client.text.template import RESERVED_NAMES, Template, TemplateRefusal
 from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.v1.common_pb2 import ChatMessage
 
 _MARK: Final = "\U000f0002"
 """A character of private use, to which templates give no meaning."""
@@ -126,7 +127,9 @@ class ChatTemplate:
         """The checkpoint has a chat template."""
         return bool(self._tokenizer.hf_tokenizer.chat_template)
 
-    def render(self, messages: Sequence[Message], setting: ChatSetting = _BARE, *, add_generation_prompt: bool) -> str:
+    def render(
+        self, messages: Sequence[ChatMessage], setting: ChatSetting = _BARE, *, add_generation_prompt: bool
+    ) -> str:
         """The conversation as one text, with the beginning of the assistant's answer if `add_generation_prompt`.
 
         Raises:
@@ -166,7 +169,7 @@ class ChatTemplate:
             if isinstance(renderer, TemplateProcess):
                 renderer.close()
 
-    def prompt_ids(self, messages: Sequence[Message], setting: ChatSetting = _BARE) -> list[int]:
+    def prompt_ids(self, messages: Sequence[ChatMessage], setting: ChatSetting = _BARE) -> list[int]:
         """The ids of a conversation up to the beginning of the assistant's answer. The template writes its own BOS.
 
         Raises:
@@ -178,8 +181,8 @@ class ChatTemplate:
     def next_turn_ids(
         self,
         log_ids: Sequence[int],
-        earlier: Sequence[Message],
-        new: Sequence[Message],
+        earlier: Sequence[ChatMessage],
+        new: Sequence[ChatMessage],
         setting: ChatSetting = _BARE,
         *,
         max_tokens: int | None = None,
@@ -221,7 +224,7 @@ class ChatTemplate:
         return _num_equal(log_ids, token_ids), token_ids
 
     def _prompt(
-        self, messages: Sequence[Message], setting: ChatSetting, max_tokens: int | None
+        self, messages: Sequence[ChatMessage], setting: ChatSetting, max_tokens: int | None
     ) -> tuple[str, list[int] | None]:
         """The text up to the beginning of the answer, and its ids; None as ids if no message spells a special token.
 
@@ -259,7 +262,7 @@ class ChatTemplate:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _values(messages: Sequence[Message], setting: ChatSetting) -> dict[str, Any]:
+def _values(messages: Sequence[ChatMessage], setting: ChatSetting) -> dict[str, Any]:
     return {
         "messages": [message_values(message) for message in messages],
         "tools": [tool_values(tool) for tool in setting.tools] or None,

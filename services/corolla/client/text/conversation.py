@@ -8,32 +8,12 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.v1.common_pb2 import ChatMessage
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _MOST_QUOTATIONS: Final = 2
 """How often arguments may have been written as JSON: some clients send the text of an object as a text in JSON."""
 _NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool. `arguments` are JSON, as the model or the caller wrote them."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a conversation. `role` is one of `ROLES`; `content` is a text, or several parts of text."""
-
-    role: str
-    content: str | tuple[str, ...] = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +53,7 @@ class ChatSetting:
     template_arguments: Mapping[str, Any] = dataclass_field(default_factory=dict)
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_roles(messages: Sequence[ChatMessage]) -> None:
     """Refuses messages that no template can use; the template itself may refuse their order.
 
     Raises:
@@ -85,25 +65,22 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def with_instructions(
-    instructions: str, earlier: Sequence[Message], new: Sequence[Message]
-) -> tuple[Sequence[Message], Sequence[Message]]:
+    instructions: str, earlier: Sequence[ChatMessage], new: Sequence[ChatMessage]
+) -> tuple[Sequence[ChatMessage], Sequence[ChatMessage]]:
     """The messages of a conversation with instructions in front of the first one, in a system message's text.
 
     Many templates accept only one system message, so that of the conversation is joined to the instructions.
     """
     if not instructions:
         return earlier, new
-    first, *rest = earlier or new or (None,)
-    text = [instructions]
-    if first is not None and first.role in ("system", "developer"):
-        text += [first.content] if isinstance(first.content, str) else first.content
-    elif first is not None:
-        rest = [first, *rest]
-    begun = [Message("system", "\n\n".join(text)), *rest]
+    first, rest = [instructions], earlier or new
+    if rest and rest[0].role in ("system", "developer"):
+        first, rest = [instructions, *texts_of(rest[0])], rest[1:]
+    begun = [ChatMessage(role="system", content="\n\n".join(first)), *rest]
     return (begun, new) if earlier else ([], begun)
 
 
-def check_conversation(messages: Sequence[Message], setting: ChatSetting) -> None:
+def check_conversation(messages: Sequence[ChatMessage], setting: ChatSetting) -> None:
     """Refuses a conversation without a message to answer, or to continue if `setting` says so.
 
     Raises InvalidRequest.
@@ -114,7 +91,7 @@ def check_conversation(messages: Sequence[Message], setting: ChatSetting) -> Non
         raise InvalidRequest("continue_last_message", "the last message must be the assistant's, and call no tools")
 
 
-def _problems(message: Message) -> list[tuple[str, str]]:
+def _problems(message: ChatMessage) -> list[tuple[str, str]]:
     if message.role not in ROLES:
         return [("role", "must be system, developer, user, assistant or tool")]
     rules = (
@@ -129,10 +106,14 @@ def _problems(message: Message) -> list[tuple[str, str]]:
     return [(name, problem) for is_broken, name, problem in rules if is_broken]
 
 
-def message_values(message: Message) -> dict[str, Any]:
+def texts_of(message: ChatMessage) -> Sequence[str]:
+    """The parts of a message's content, or its only text."""
+    return message.content_parts or [message.content]
+
+
+def message_values(message: ChatMessage) -> dict[str, Any]:
     """The values that a template gets for a message."""
-    content = message.content
-    values: dict[str, Any] = {"role": message.role, "content": content if isinstance(content, str) else list(content)}
+    values: dict[str, Any] = {"role": message.role, "content": list(message.content_parts) or message.content}
     if message.reasoning:
         values["reasoning_content"] = message.reasoning
     if message.tool_calls:

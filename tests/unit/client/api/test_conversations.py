@@ -7,9 +7,11 @@ import pytest
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.api import conversations
 from corolla.client.output_parsing.formats import ReasoningFormat
-from corolla.client.text.conversation import ChatSetting, Message, ToolCall
+from corolla.client.text.conversation import ChatSetting
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
+from corolla.v1.common_pb2 import ChatMessage, ToolCall
+from tests.conversations import message
 
 LARGE = '{"a":[' + ",".join(["[]"] * 21_000) + "]}"
 
@@ -22,10 +24,10 @@ def a_call(arguments: str) -> pb.ToolCall:
 def test_arguments_are_bounded_together(num_calls: int, is_refused: bool) -> None:
     messages = [pb.ChatMessage(role="assistant", tool_calls=[a_call(LARGE)]) for _ in range(num_calls)]
     if not is_refused:
-        assert len(conversations.messages(messages)) == num_calls
+        conversations.check_messages(messages)
         return
     with pytest.raises(InvalidRequest, match="together"):
-        conversations.messages(messages)
+        conversations.check_messages(messages)
 
 
 @pytest.mark.parametrize("num_tools, is_refused", [(4, False), (5, True)])
@@ -54,27 +56,29 @@ CONTINUING = ChatSetting(continues_last=True)
 @pytest.mark.parametrize(
     "begun, answer, expected",
     [
-        (Message("assistant", "It "), Message("assistant", "is."), Message("assistant", "It is.")),
-        (Message("assistant", ("It", "is ")), Message("assistant", "so."), Message("assistant", ("It", "is so."))),
+        (message("assistant", "It "), message("assistant", "is."), message("assistant", "It is.")),
+        (message("assistant", ("It", "is ")), message("assistant", "so."), message("assistant", ("It", "is so."))),
         (
-            Message("assistant", "<think>\nHm, "),
-            Message("assistant", "Yes.", "well"),
-            Message("assistant", "Yes.", "Hm, well"),
+            message("assistant", "<think>\nHm, "),
+            message("assistant", "Yes.", "well"),
+            message("assistant", "Yes.", "Hm, well"),
         ),
         (
-            Message("assistant", "It ", "Hm"),
-            Message("assistant", "is", tool_calls=(ToolCall("c", "f", "{}"),)),
-            Message("assistant", "It is", "Hm", (ToolCall("c", "f", "{}"),)),
+            message("assistant", "It ", "Hm"),
+            message("assistant", "is", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),)),
+            message("assistant", "It is", "Hm", (ToolCall(id="c", name="f", arguments="{}"),)),
         ),
     ],
 )
-def test_a_message_is_recorded_with_what_continued_it(begun: Message, answer: Message, expected: Message) -> None:
-    question = Message("user", "a", name="ann")
+def test_a_message_is_recorded_with_what_continued_it(
+    begun: ChatMessage, answer: ChatMessage, expected: ChatMessage
+) -> None:
+    question = message("user", "a", name="ann")
     record = router_pb2.SessionRecord()
     conversations.record_messages(record, [question, begun], answer, CONTINUING, THINK)
-    assert conversations.recorded(record) == [question, expected]
+    assert record.transcript == [question, expected]
     # The same where the message that is continued has been recorded.
     record = router_pb2.SessionRecord()
     conversations.record_messages(record, [question], begun, ChatSetting(), THINK)
     conversations.record_messages(record, [], answer, CONTINUING, THINK)
-    assert conversations.recorded(record) == [question, expected]
+    assert record.transcript == [question, expected]

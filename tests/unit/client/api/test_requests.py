@@ -31,6 +31,10 @@ TOKENIZER: Any = SimpleNamespace(
 )
 
 
+def parser_for(model: pb.Model) -> RequestParser:
+    return RequestParser(model, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
+
+
 class WatchedMessage:
     """A message that knows what is read of it, and may not be read any more once it is closed."""
 
@@ -70,10 +74,10 @@ async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list
         "answering": answering,
         "chat": SimpleNamespace(reserved_names=frozenset()),
     }
+    model = pb.Model(name="m", vocab_size=10, context_length=100)
     servicer = GenerationServicer(
-        pb.Model(name="m", vocab_size=10, context_length=100),
-        tokenizations=unused, transcripts=unused, sessions=unused, placement=unused,
-        tokenizer=TOKENIZER, cache_salts=SALTS, names=ModelNames(["m"], unused),
+        model, tokenizations=unused, transcripts=unused, sessions=unused, placement=unused,
+        tokenizer=TOKENIZER, names=ModelNames(["m"], unused), requests=parser_for(model),
         bounds=CallBounds(farewell_s=0.2, max_reply_bytes=1 << 20), **parts,
     )  # fmt: skip
     call: Any = SimpleNamespace(
@@ -128,7 +132,7 @@ async def test_the_message_is_not_read_behind_its_request(
 
 
 def parsed(message: Any, answer_seconds: float | None = None) -> AnyRequest:
-    parser = RequestParser(10, 100, 16, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
+    parser = parser_for(pb.Model(vocab_size=10, context_length=100, hidden_size=16))
     parse: Any = parser.chat if isinstance(message, pb.ChatRequest) else parser.text
     request: AnyRequest = parse(message, Caller("acme", answer_seconds=answer_seconds), "fine", ANY_ROOM)
     return request

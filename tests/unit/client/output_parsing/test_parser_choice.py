@@ -11,12 +11,14 @@ from corolla.client.output_parsing.deltas import AnswerDelta, joined_deltas
 from corolla.client.output_parsing.formats import ReasoningFormat
 from corolla.client.output_parsing.parser import State
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing, ResponseTemplateParser, beginning
-from corolla.client.text.conversation import Message, Tool, ToolCall, tool_values
+from corolla.client.text.conversation import Tool, tool_values
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider
+from corolla.v1.common_pb2 import ToolCall
 from tests.chat_templates import MISTRAL, QWEN
 from tests.checkpoints import make_tokenizer
+from tests.conversations import message
 
 THINK = ReasoningFormat("<think>", "</think>")
 NOW = Tool("now", parameters={"type": "object", "properties": {"zone": {"type": "integer"}}})
@@ -75,7 +77,9 @@ def test_an_answer_that_calls_tools_ends_for_that() -> None:
     tokenizer = tokenizer_of(QWEN)
     answer = answer_to(tokenizer, "Hi", f"<think>\nHm\n</think>\n\nWell.\n<tool_call>\n{CALL}\n</tool_call>", "a")
     (call,) = answer.message.tool_calls
-    assert answer.message == Message("assistant", "Well.", "Hm", (ToolCall(call.id, "now", '{"zone": 1}'),))
+    assert answer.message == message(
+        "assistant", "Well.", "Hm", (ToolCall(id=call.id, name="now", arguments='{"zone": 1}'),)
+    )
     assert answer.finish_reason is FinishReason.TOOL_CALLS
     assert call.id.startswith("call_")
     # The same request made again has the same ids, and others have others.
@@ -87,7 +91,7 @@ def test_an_answer_that_calls_tools_ends_for_that() -> None:
 def test_without_tools_calls_are_text() -> None:
     text = f"<tool_call>{CALL}</tool_call>"
     answer = answer_to(tokenizer_of(QWEN), "Hi", text, rules=CallRules())
-    assert (answer.message, answer.finish_reason) == (Message("assistant", text), FinishReason.EOS)
+    assert (answer.message, answer.finish_reason) == (message("assistant", text), FinishReason.EOS)
 
 
 def test_marks_that_are_special_tokens_are_seen_and_all_others_skipped() -> None:

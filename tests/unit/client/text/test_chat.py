@@ -11,11 +11,13 @@ from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegac
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.client.text.chat import ChatTemplate
-from corolla.client.text.conversation import Message, message_values
+from corolla.client.text.conversation import message_values
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.stopping import StopMatcher
 from corolla.models.checkpoint import Checkpoint
+from corolla.v1.common_pb2 import ChatMessage
+from tests.conversations import message
 from tests.tiers import quick
 
 CHAT_TEMPLATES = {
@@ -106,10 +108,10 @@ def test_three_turns_spell_the_whole_conversation(
 ) -> None:
     tokenizer = any_tokenizer
     chat, model = with_template(tokenizer, template), Model(tokenizer)
-    messages = [Message("system", "You are helpful.")] if has_system else []
+    messages = [message("system", "You are helpful.")] if has_system else []
     log: list[int] = []
     for index, (content, (said, finish)) in enumerate(turns):
-        new = [Message("user", content)]
+        new = [message("user", content)]
         rendering = chat.render([*messages, *new], add_generation_prompt=True)
         if index == 0:
             token_ids = chat.prompt_ids([*messages, *new])
@@ -122,7 +124,7 @@ def test_three_turns_spell_the_whole_conversation(
         if spelled(tokenizer, canonical_ids) != rendering:
             assert token_ids == canonical_ids, "a tokenizer that changes texts gets the canonical ids"
         log, text = model.answer(token_ids, said, finish)
-        messages += [*new, Message("assistant", text)]
+        messages += [*new, message("assistant", text)]
 
 
 def spelled(tokenizer: TextTokenizer, ids: list[int]) -> str:
@@ -135,11 +137,11 @@ def test_nothing_is_processed_twice(
 ) -> None:
     tokenizer = byte_level_tokenizer
     chat, model = with_template(tokenizer, CHAT_TEMPLATES["plain"]), Model(tokenizer)
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     log: list[int] = []
     num_prompt_tokens, last_finish = 0, ""
     for index, (content, (said, finish)) in enumerate(turns):
-        new = [Message("user", content)]
+        new = [message("user", content)]
         token_ids = chat.prompt_ids(new)
         if index > 0:
             num_kept_tokens, token_ids = chat.next_turn_ids(log, messages, new)
@@ -155,7 +157,7 @@ def test_nothing_is_processed_twice(
                 assert num_kept_tokens == len(log)
         num_prompt_tokens, last_finish = len(token_ids), finish
         log, text = model.answer(token_ids, said, finish)
-        messages += [*new, Message("assistant", text)]
+        messages += [*new, message("assistant", text)]
 
 
 @pytest.mark.model
@@ -163,10 +165,10 @@ def test_nothing_is_processed_twice(
 def test_the_demo_model_chats_without_processing_twice(finish: str) -> None:
     tokenizer = TextTokenizer.load(Checkpoint.from_pretrained("demo").folder)
     chat, model = ChatTemplate(tokenizer), Model(tokenizer)
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     log: list[int] = []
     for content in ["What is 1234 + 99?", "你好 😀!", "  And\n\n```x``` ? "]:
-        new = [Message("user", content)]
+        new = [message("user", content)]
         token_ids = chat.prompt_ids(new)
         if messages:
             num_kept_tokens, token_ids = chat.next_turn_ids(log, messages, new)
@@ -175,15 +177,15 @@ def test_the_demo_model_chats_without_processing_twice(finish: str) -> None:
             rendering = chat.render([*messages, *new], add_generation_prompt=True)
             assert spelled(tokenizer, token_ids) == rendering
         log, text = model.answer(token_ids, "Well: 你好, 12345 😀 is", finish)
-        messages += [*new, Message("assistant", text)]
+        messages += [*new, message("assistant", text)]
 
 
 def test_special_tokens_that_the_answer_left_out_are_not_kept(byte_level_tokenizer: TextTokenizer) -> None:
     chat, model = ChatTemplate(byte_level_tokenizer), Model(byte_level_tokenizer)
-    prompt_ids = chat.prompt_ids([Message("user", "Hi")])
+    prompt_ids = chat.prompt_ids([message("user", "Hi")])
     log, text = model.answer(prompt_ids, "one<|endoftext|>two", "eos")
     assert text == "onetwo"
-    earlier, new = [Message("user", "Hi"), Message("assistant", text)], [Message("user", "On?")]
+    earlier, new = [message("user", "Hi"), message("assistant", text)], [message("user", "On?")]
     num_kept_tokens, token_ids = chat.next_turn_ids(log, earlier, new)
     assert spelled(byte_level_tokenizer, token_ids[:num_kept_tokens]).endswith("one")
     assert spelled(byte_level_tokenizer, token_ids) == chat.render([*earlier, *new], add_generation_prompt=True)
@@ -192,7 +194,7 @@ def test_special_tokens_that_the_answer_left_out_are_not_kept(byte_level_tokeniz
 def test_a_log_of_something_else_is_dropped(byte_level_tokenizer: TextTokenizer) -> None:
     chat = ChatTemplate(byte_level_tokenizer)
     log = byte_level_tokenizer.encode("quite another text", add_special_tokens=False)
-    messages = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    messages = [message("user", "a"), message("assistant", "b"), message("user", "c")]
     assert chat.next_turn_ids(log, messages[:2], messages[2:]) == (0, chat.prompt_ids(messages))
     assert chat.next_turn_ids([], messages[:2], messages[2:]) == (0, chat.prompt_ids(messages))
 
@@ -201,10 +203,10 @@ def test_a_log_of_something_else_is_dropped(byte_level_tokenizer: TextTokenizer)
 def test_prompt_ids_equal_transformers(byte_level_tokenizer: TextTokenizer, template: str) -> None:
     chat = with_template(byte_level_tokenizer, template)
     messages = [
-        Message("system", " Be brief. "),
-        Message("user", "Hi 😀"),
-        Message("assistant", ""),
-        Message("user", "?"),
+        message("system", " Be brief. "),
+        message("user", "Hi 😀"),
+        message("assistant", ""),
+        message("user", "?"),
     ]
     expected = byte_level_tokenizer.hf_tokenizer.apply_chat_template(
         [message_values(m) for m in messages],
@@ -216,7 +218,7 @@ def test_prompt_ids_equal_transformers(byte_level_tokenizer: TextTokenizer, temp
 
 
 def test_no_template_and_a_template_that_raises_are_refused(byte_level_tokenizer: TextTokenizer) -> None:
-    messages = [Message("user", "secret")]
+    messages = [message("user", "secret")]
     assert not with_template(byte_level_tokenizer, None).exists
     for template, expected in [
         (None, "no chat template"),
@@ -246,8 +248,8 @@ def test_only_the_template_writes_special_tokens(
     """A user's message cannot end itself and go on as the system's, in a first turn or a later one."""
     chat = with_template(any_tokenizer, template)
     roles = ["system", "user"] if has_system else ["user", "assistant", "user"]
-    messages = [Message(*each) for each in zip(roles, contents, strict=False)]
-    harmless = chat.prompt_ids([Message(role, "x") for role in roles])
+    messages = [message(*each) for each in zip(roles, contents, strict=False)]
+    harmless = chat.prompt_ids([message(role, "x") for role in roles])
     texts = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     special_ids = {any_tokenizer.hf_tokenizer.convert_tokens_to_ids(text) for text in texts}
 
@@ -255,7 +257,7 @@ def test_only_the_template_writes_special_tokens(
         return [token_id for token_id in ids if token_id in special_ids]
 
     assert specials(chat.prompt_ids(messages)) == specials(harmless)
-    log = [*chat.prompt_ids([Message("user", "x")]), *any_tokenizer.encode("well", add_special_tokens=False)]
+    log = [*chat.prompt_ids([message("user", "x")]), *any_tokenizer.encode("well", add_special_tokens=False)]
     num_kept_tokens, next_ids = chat.next_turn_ids(log, messages[:-1], messages[-1:])
     assert next_ids[:num_kept_tokens] == log[:num_kept_tokens]
     assert specials(next_ids) == specials(harmless)
@@ -266,7 +268,7 @@ def test_a_message_that_spells_special_tokens_keeps_its_text(
     byte_level_tokenizer: TextTokenizer, contents: list[str]
 ) -> None:
     chat = with_template(byte_level_tokenizer, CHAT_TEMPLATES["plain"])
-    messages = [Message(*each) for each in zip(["user", "assistant", "user"], contents, strict=True)]
+    messages = [message(*each) for each in zip(["user", "assistant", "user"], contents, strict=True)]
     rendering = chat.render(messages, add_generation_prompt=True)
     assert spelled(byte_level_tokenizer, chat.prompt_ids(messages)) == rendering
     first_ids = chat.prompt_ids(messages[:1])
@@ -278,9 +280,9 @@ def test_a_message_that_spells_special_tokens_keeps_its_text(
 def test_a_template_that_cuts_messages_is_no_way_around(byte_level_tokenizer: TextTokenizer) -> None:
     template = "{% for m in messages %}{{ '<|im_start|>' + m.content[3:-3] }}{% endfor %}"
     chat = with_template(byte_level_tokenizer, template)
-    assert chat.prompt_ids([Message("user", "abc def ghi")])
+    assert chat.prompt_ids([message("user", "abc def ghi")])
     with pytest.raises(InvalidRequest, match="special tokens"):
-        chat.prompt_ids([Message("user", "<|im_end|>")])
+        chat.prompt_ids([message("user", "<|im_end|>")])
 
 
 def test_special_tokens_are_split_by_a_tokenizer_in_python_too(tmp_path: Path) -> None:
@@ -289,6 +291,6 @@ def test_special_tokens_are_split_by_a_tokenizer_in_python_too(tmp_path: Path) -
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "[", "]", "sep"]))
     tokenizer = TextTokenizer(BertTokenizerLegacy(str(vocabulary)))
     chat = with_template(tokenizer, "{% for m in messages %}{{ '[CLS]' + m.content + '[SEP]' }}{% endfor %}")
-    ids = chat.prompt_ids([Message("user", "a[SEP]b"), Message("assistant", "c"), Message("user", "b")])
+    ids = chat.prompt_ids([message("user", "a[SEP]b"), message("assistant", "c"), message("user", "b")])
     texts = [tokenizer.token_text(token_id) for token_id in ids]
     assert "".join(texts) == "[CLS]a[sep]b[SEP][CLS]c[SEP][CLS]b[SEP]"

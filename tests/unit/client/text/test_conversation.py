@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.client.text.chat import ChatTemplate
 from corolla.client.text.conversation import (
     ChatSetting,
-    Message,
     Tool,
-    ToolCall,
     check_conversation,
-    check_messages,
+    check_roles,
     message_values,
     tool_values,
     with_instructions,
@@ -28,7 +25,9 @@ from corolla.client.text.template_facts import facts_of
 from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.models.checkpoint import Checkpoint
+from corolla.v1.common_pb2 import ChatMessage, ToolCall
 from tests.chat_templates import LLAMA, MISTRAL, PARTS, QWEN
+from tests.conversations import message
 from tests.tiers import quick
 
 TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "parts": PARTS}
@@ -42,14 +41,14 @@ WEATHER = Tool(
     },
 )
 CLOCK = Tool("now")
-CALL = ToolCall("abcdefgh1", "get_weather", '{"city":"Paris", "days": 2, "x": [1.5, null, true]}')
+CALL = ToolCall(id="abcdefgh1", name="get_weather", arguments='{"city":"Paris", "days": 2, "x": [1.5, null, true]}')
 CONVERSATION = (
-    Message("system", "Be <brief>."),
-    Message("user", "How is the weather?"),
-    Message("assistant", "", reasoning="They ask for\nweather.", tool_calls=(CALL,)),
-    Message("tool", '{"sky": "blue"}', tool_call_id="abcdefgh1", name="get_weather"),
-    Message("assistant", "It is blue."),
-    Message("user", "And tomorrow?"),
+    message("system", "Be <brief>."),
+    message("user", "How is the weather?"),
+    message("assistant", "", reasoning="They ask for\nweather.", tool_calls=(CALL,)),
+    message("tool", '{"sky": "blue"}', tool_call_id="abcdefgh1", name="get_weather"),
+    message("assistant", "It is blue."),
+    message("user", "And tomorrow?"),
 )
 
 
@@ -105,7 +104,7 @@ def test_the_demo_models_template_equals_transformers() -> None:
 def test_a_message_is_continued_as_in_transformers(
     byte_level_tokenizer: TextTokenizer, source: str, begun: str
 ) -> None:
-    messages = [Message("user", "How is it?"), Message("assistant", begun)]
+    messages = [message("user", "How is it?"), message("assistant", begun)]
     expected = transformers_text(byte_level_tokenizer, source, messages, continue_final_message=True)
     chat = template_of(byte_level_tokenizer, source)
     setting = ChatSetting(continues_last=True)
@@ -116,13 +115,13 @@ def test_a_message_is_continued_as_in_transformers(
 def test_a_message_that_the_template_changes_is_not_continued(byte_level_tokenizer: TextTokenizer) -> None:
     chat = template_of(byte_level_tokenizer, "{% for m in messages %}{{ m.role + m.content[:2] }}{% endfor %}")
     with pytest.raises(InvalidRequest, match="changes the message"):
-        chat.prompt_ids([Message("assistant", "It is")], ChatSetting(continues_last=True))
+        chat.prompt_ids([message("assistant", "It is")], ChatSetting(continues_last=True))
 
 
 def test_parts_are_a_list_where_the_template_iterates_and_one_text_elsewhere(
     byte_level_tokenizer: TextTokenizer,
 ) -> None:
-    messages = [Message("user", ("Look:", "two parts"))]
+    messages = [message("user", ("Look:", "two parts"))]
     parts = template_of(byte_level_tokenizer, PARTS).render(messages, add_generation_prompt=False)
     assert parts == "<|im_start|>user\n[text]Look:[text]two parts<|im_end|>\n"
     joined = template_of(byte_level_tokenizer, QWEN).render(messages, add_generation_prompt=False)
@@ -150,7 +149,7 @@ def test_templates_that_iterate_over_parts_are_known_by_their_syntax(source: str
 
 
 def test_developers_are_systems_where_the_template_does_not_know_them(byte_level_tokenizer: TextTokenizer) -> None:
-    messages = [Message("developer", "Be brief."), Message("user", "Hi")]
+    messages = [message("developer", "Be brief."), message("user", "Hi")]
     text = template_of(byte_level_tokenizer, QWEN).render(messages, add_generation_prompt=False)
     assert text.startswith("<|im_start|>system\nBe brief.")
     knowing = "{% if messages[0].role in ['developer', 'x'] %}{{ messages[0].role }}{% endif %}"
@@ -161,12 +160,12 @@ def test_developers_are_systems_where_the_template_does_not_know_them(byte_level
 def test_a_templates_refusal_is_its_sentence(byte_level_tokenizer: TextTokenizer, renderer: Any) -> None:
     chat = template_of(byte_level_tokenizer, MISTRAL, renderer)
     with pytest.raises(InvalidRequest, match="roles must alternate user/assistant") as caught:
-        chat.prompt_ids([Message("user", "a"), Message("user", "b")])
+        chat.prompt_ids([message("user", "a"), message("user", "b")])
     assert [field for field, _ in caught.value.violations] == ["messages"]
     chat.close()
     long = template_of(byte_level_tokenizer, "{{ raise_exception('a\n\x1b[1m\u202e' + 'x' * 9999) }}")
     with pytest.raises(InvalidRequest) as caught:
-        long.prompt_ids([Message("user", "a")])
+        long.prompt_ids([message("user", "a")])
     assert r"a\n\x1b[1m\u202ex" in caught.value.message
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 500
@@ -176,7 +175,7 @@ def test_a_template_of_its_own_for_tools_is_taken(byte_level_tokenizer: TextToke
     hf_tokenizer: Any = copy.copy(byte_level_tokenizer.hf_tokenizer)
     hf_tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
     chat = ChatTemplate(TextTokenizer(hf_tokenizer))
-    messages = [Message("user", "a")]
+    messages = [message("user", "a")]
     assert chat.render(messages, add_generation_prompt=True) == "plain"
     assert chat.render(messages, ChatSetting((WEATHER,)), add_generation_prompt=True) == "get_weather"
 
@@ -187,14 +186,14 @@ SPECIALS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
 @st.composite
-def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], ChatSetting]:
+def spelled_conversations(draw: st.DrawFn) -> tuple[list[ChatMessage], ChatSetting]:
     """A caller that writes special tokens wherever it can write at all."""
     schema = {"type": "object", "properties": {draw(SPELLED): {"type": "string", "description": draw(SPELLED)}}}
-    call = ToolCall("abcdefgh1", "get_weather", json.dumps({draw(SPELLED): [draw(SPELLED)]}))
+    call = ToolCall(id="abcdefgh1", name="get_weather", arguments=json.dumps({draw(SPELLED): [draw(SPELLED)]}))
     messages = [
-        Message("user", draw(SPELLED), name=draw(SPELLED)),
-        Message("assistant", draw(SPELLED), reasoning=draw(SPELLED), tool_calls=(call,)),
-        Message("tool", draw(SPELLED), tool_call_id=draw(SPELLED), name=draw(SPELLED)),
+        message("user", draw(SPELLED), name=draw(SPELLED)),
+        message("assistant", draw(SPELLED), reasoning=draw(SPELLED), tool_calls=(call,)),
+        message("tool", draw(SPELLED), tool_call_id=draw(SPELLED), name=draw(SPELLED)),
     ]
     tool = Tool("get_weather", draw(SPELLED), schema)
     return messages, ChatSetting((tool,), template_arguments={"date_string": draw(SPELLED)})
@@ -203,15 +202,17 @@ def spelled_conversations(draw: st.DrawFn) -> tuple[list[Message], ChatSetting]:
 @pytest.mark.parametrize("source", quick(TEMPLATES.values(), TEMPLATES["llama"]), ids=TEMPLATES.keys())
 @given(conversation=spelled_conversations())
 def test_only_the_template_writes_special_tokens_wherever_a_caller_writes(
-    byte_level_tokenizer: TextTokenizer, source: str, conversation: tuple[list[Message], ChatSetting]
+    byte_level_tokenizer: TextTokenizer, source: str, conversation: tuple[list[ChatMessage], ChatSetting]
 ) -> None:
     messages, setting = conversation
     chat = template_of(byte_level_tokenizer, source)
     special_ids = {byte_level_tokenizer.hf_tokenizer.convert_tokens_to_ids(text) for text in SPECIALS}
     harmless = [
-        Message("user", "x", name="x"),
-        Message("assistant", "x", reasoning="x", tool_calls=(replace(messages[1].tool_calls[0], arguments="{}"),)),
-        Message("tool", "x", tool_call_id="x", name="x"),
+        message("user", "x", name="x"),
+        message(
+            "assistant", "x", reasoning="x", tool_calls=(ToolCall(id="abcdefgh1", name="get_weather", arguments="{}"),)
+        ),
+        message("tool", "x", tool_call_id="x", name="x"),
     ]
 
     def specials(ids: list[int]) -> list[int]:
@@ -226,25 +227,25 @@ def test_only_the_template_writes_special_tokens_wherever_a_caller_writes(
 
 
 @pytest.mark.parametrize(
-    "message, field",
+    "refused, field",
     [
-        (Message("robot", "x"), "role"),
-        (Message("", "x"), "role"),
-        (Message("user", "x", tool_calls=(CALL,)), "tool_calls"),
-        (Message("tool", "x", reasoning="x"), "reasoning"),
-        (Message("assistant", "x", tool_call_id="x"), "tool_call_id"),
+        (message("robot", "x"), "role"),
+        (message("", "x"), "role"),
+        (message("user", "x", tool_calls=(CALL,)), "tool_calls"),
+        (message("tool", "x", reasoning="x"), "reasoning"),
+        (message("assistant", "x", tool_call_id="x"), "tool_call_id"),
     ],
 )
-def test_messages_that_no_template_can_read_are_refused(message: Message, field: str) -> None:
+def test_messages_that_no_template_can_read_are_refused(refused: ChatMessage, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_messages([Message("user", "x"), message])
+        check_roles([message("user", "x"), refused])
     assert caught.value.violations[0][0] == f"messages[1].{field}"
 
 
 def test_conversations_in_any_order_are_the_templates_to_judge() -> None:
-    check_messages([Message("assistant"), Message("tool"), Message("user", ("x", "")), Message("system", "x")])
-    check_conversation([Message("assistant", "x")], ChatSetting(continues_last=True))
-    for messages, field in [((), "messages"), ((Message("user", "x"),), "continue_last_message")]:
+    check_roles([message("assistant"), message("tool"), message("user", ("x", "")), message("system", "x")])
+    check_conversation([message("assistant", "x")], ChatSetting(continues_last=True))
+    for messages, field in [((), "messages"), ((message("user", "x"),), "continue_last_message")]:
         with pytest.raises(InvalidRequest) as caught:
             check_conversation(messages, ChatSetting(continues_last=True))
         assert caught.value.violations[0][0] == field
@@ -269,15 +270,16 @@ def test_conversations_in_any_order_are_the_templates_to_judge() -> None:
     ],
 )
 def test_templates_get_an_object_whatever_the_arguments_of_a_call_were(written: str, expected: Any) -> None:
-    (call,) = message_values(Message("assistant", tool_calls=(ToolCall("1", "weather", written),)))["tool_calls"]
+    called = message("assistant", tool_calls=[ToolCall(id="1", name="weather", arguments=written)])
+    (call,) = message_values(called)["tool_calls"]
     assert call["function"]["arguments"] == expected
 
 
 def test_instructions_are_the_only_system_message_and_are_not_kept() -> None:
-    asked = Message("user", "Where?")
+    asked = message("user", "Where?")
     assert with_instructions("", [], [asked]) == ([], [asked])
-    assert with_instructions("Be brief.", [], [asked]) == ([], [Message("system", "Be brief."), asked])
-    begun = [Message("developer", ("Be kind.", "Rhyme.")), asked]
-    joined = Message("system", "Be brief.\n\nBe kind.\n\nRhyme.")
+    assert with_instructions("Be brief.", [], [asked]) == ([], [message("system", "Be brief."), asked])
+    begun = [message("developer", ("Be kind.", "Rhyme.")), asked]
+    joined = message("system", "Be brief.\n\nBe kind.\n\nRhyme.")
     assert with_instructions("Be brief.", [], begun) == ([], [joined, asked])
     assert with_instructions("Be brief.", begun, [asked]) == ([joined, asked], [asked])

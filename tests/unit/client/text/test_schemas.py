@@ -187,7 +187,12 @@ BEYOND: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
     ),
 }  # fmt: skip
 
-PARSER = RequestParser(10, 100, 8, frozenset(), OutputFormat(HERMES, None, {}, {}), CacheSalts(""))
+PARSER = RequestParser(
+    pb.Model(vocab_size=10, context_length=100, hidden_size=8),
+    frozenset(),
+    OutputFormat(HERMES, None, {}, {}),
+    CacheSalts(""),
+)
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 
