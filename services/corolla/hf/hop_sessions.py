@@ -106,15 +106,17 @@ class HopSessions:
 
     def inputs(self, row: int, position: int) -> Tensor:
         """The inputs of the first block for a row's positions before `position`, `[position, H]` on the CPU."""
-        if self._group is None:
-            raise HopSessionLost("the session was not opened")
-        return self._group.inputs(row, position)
+        return self._open_group.inputs(row, position)
 
     def step(self, steps: Sequence[RowStep]) -> list[Tensor]:
         """See `RowGroup.step`."""
+        return self._blocks.connection.call(self._open_group.step(steps))
+
+    @property
+    def _open_group(self) -> RowGroup:
         if self._group is None:
             raise HopSessionLost("the session was not opened")
-        return self._blocks.connection.call(self._group.step(steps))
+        return self._group
 
     def free(self) -> None:
         self._blocks.connection.post(self._close_group)

@@ -230,7 +230,7 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
     async def _tokens_of(self, row: "_Row") -> AsyncGenerator[Sequence[int], None]:
         """Runs one row's session in the connection's thread. Yields the row's new tokens as they arrive."""
         options = OpenOptions(
-            max_tokens=len(row.prompt_ids) + row.max_new_tokens,
+            max_tokens=len(row.prompt_ids) + row.num_left,
             transient=True,
             texts=[row.prompt_ids] if self._reuses_prefixes else None,
             cache_salt=self._cache_salt,
@@ -238,24 +238,26 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
         )
         async with self._connection.open_session(self._tenant, options, row.sampler) as session:
             await session.restore(row.prompt_ids)
-            reader = _Reader(row)
-            await session.prefill(row.prompt_ids[session.position :], reader)
+            await session.prefill(row.prompt_ids[session.position :], row)
             while True:
-                while reader.wants_more and session.has_unread_tokens:
-                    await session.decode(reader)
-                yield reader.taken()
-                if not reader.wants_more:
+                while row.wants_more and session.has_unread_tokens:
+                    await session.decode(row)
+                new_ids, row.new_ids = row.new_ids, []
+                yield new_ids
+                if not row.wants_more:
                     return
-                await session.decode(reader)
+                await session.decode(row)
 
 
 @dataclass(slots=True)
 class _Row:
-    """One sequence, its prompt and its answer so far.
+    """One sequence, its prompt and its answer so far. The connection's thread reads tokens, the caller's takes them.
 
     Attributes:
         shown_ids: the prompt, padding included.
         prompt_ids: the prompt without padding.
+        num_left: how many tokens may still be read.
+        new_ids: the tokens that were read and not given to the caller's thread yet.
         answer_ids: the tokens of the answer so far.
         is_stopped: whether a criterion ended the answer.
     """
@@ -263,10 +265,22 @@ class _Row:
     shown_ids: list[int]
     prompt_ids: list[int]
     sampler: SamplerRecord
-    max_new_tokens: int
+    num_left: int
     end_token_ids: frozenset[int]
+    new_ids: list[int] = field(default_factory=list)
     answer_ids: list[int] = field(default_factory=list)
     is_stopped: bool = False
+
+    def read(self, token: SampledToken) -> bool:
+        """Takes the next token. Returns whether another one is wanted."""
+        self.new_ids.append(token.token_id)
+        self.num_left = 0 if token.token_id in self.end_token_ids else self.num_left - 1
+        return self.wants_more
+
+    @property
+    def wants_more(self) -> bool:
+        """The row continues, as far as the connection's thread knows."""
+        return self.num_left > 0 and not self.is_stopped
 
     def take(self, new_ids: Sequence[int], criteria: StoppingCriteriaList) -> Sequence[int]:
         """Appends tokens up to the one at which a criterion ends the row; returns the appended tokens."""
@@ -277,33 +291,6 @@ class _Row:
             if criteria and _are_met(criteria, [*self.shown_ids, *self.answer_ids]):
                 self.is_stopped = True
                 return new_ids[:count]
-        return new_ids
-
-
-class _Reader:
-    """Reads one row's tokens until its last one."""
-
-    def __init__(self, row: _Row) -> None:
-        self._row = row
-        self._num_left = row.max_new_tokens
-        self._has_ended = False
-        self._new_ids: list[int] = []
-
-    def read(self, token: SampledToken) -> bool:
-        """Takes the next token. Returns whether another one is wanted."""
-        self._new_ids.append(token.token_id)
-        self._num_left -= 1
-        self._has_ended = self._num_left == 0 or token.token_id in self._row.end_token_ids
-        return self.wants_more
-
-    @property
-    def wants_more(self) -> bool:
-        """The row continues, as far as the connection's thread knows."""
-        return not (self._has_ended or self._row.is_stopped)
-
-    def taken(self) -> Sequence[int]:
-        """The tokens since the last call."""
-        new_ids, self._new_ids = self._new_ids, []
         return new_ids
 
 
