@@ -6,14 +6,14 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
-from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering
-from corolla.client.output_parsing.deltas import joined_deltas
+from corolla.client.output_parsing.deltas import Delta
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import router_pb2
 from tests.architecture.sources import ROOT
@@ -115,10 +115,10 @@ async def test_it_reads_edits_and_checks_a_file(swarm: Swarm, tmp_path: Path, mo
         written = script[len(results)]
         for start in range(0, len(written), 7):
             parsed = parser.push(written[start : start + 7])
-            yield 0, Delta((), parsed.text, None, parsed.reasoning, parsed.calls)
-        parsed = joined_deltas([parser.finish(is_cut=False)])
+            yield 0, parsed
+        parsed = parser.finish(is_cut=False)
         reason = FinishReason.TOOL_CALLS if parser.num_calls else FinishReason.EOS
-        yield 0, Delta((), parsed.text, reason, parsed.reasoning, parsed.calls)
+        yield 0, replace(parsed, finish_reason=reason)
 
     monkeypatch.setattr(Answering, "answer", scripted)
     ended = await claude(swarm, tmp_path, "Make sum.py add.", "--allowedTools", "Read,Edit,Bash")

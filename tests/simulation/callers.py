@@ -14,9 +14,9 @@ from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.client.generation.admission import Caller as RequestCaller
-from corolla.client.generation.answer import Delta
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnswerRequest
+from corolla.client.output_parsing.deltas import Delta
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2

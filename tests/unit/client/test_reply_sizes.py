@@ -10,7 +10,7 @@ import pytest
 from corolla.chain.prompt_readout import PromptReadout
 from corolla.chassis.errors import ReplyTooLarge
 from corolla.client.api import replies
-from corolla.client.generation.answer import Delta
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.reply_sizes import (
     CHATS,
     COMPLETIONS,
@@ -55,7 +55,7 @@ def token(place: int, num_logprobs: int | None) -> SampledToken:
 def delta(place: int, num_tokens: int, num_logprobs: int | None) -> Delta:
     tokens = (token(place, num_logprobs),) * num_tokens
     text = TOKENIZER.decode([each.token_id for each in tokens], skip_special_tokens=False)
-    return Delta(tokens, text, FinishReason.LENGTH)
+    return Delta(text, tokens=tokens, finish_reason=FinishReason.LENGTH)
 
 
 def readout(place: int, num_tokens: int, num_logprobs: int | None) -> PromptReadout:
@@ -92,7 +92,7 @@ async def streamed(answer: Delta) -> int:
     async def chunks() -> AsyncGenerator[pb.ChatChunk, None]:
         for each in answer.tokens:
             text = TOKENIZER.decode([each.token_id], skip_special_tokens=False)
-            yield replies.chat_chunk(TOKENIZER, 0, Delta((each,), text, None), None)
+            yield replies.chat_chunk(TOKENIZER, 0, Delta(text, tokens=(each,)), None)
         yield pb.ChatChunk(finish_reason=pb.FINISH_REASON_LENGTH)
 
     events = Reply(ResponseRequest.model_validate({"input": ""}), "resp_" + "0" * 40, "m" * 512).events(chunks())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from corolla.chain.prompt_readout import PromptReadout
-from corolla.client.generation.answer import Delta
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason

@@ -30,10 +30,10 @@ from corolla.client.api.keys import Scope
 from corolla.client.api.requests import REQUEST_ID, AnyMessage, ChatRequest, RequestParser, TextRequest
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Admission, Caller
-from corolla.client.generation.answer import Delta, joined
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnyRequest
 from corolla.client.output_parsing.default_tools import written_out
+from corolla.client.output_parsing.deltas import Delta, joined
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.reply_sizes import ANY_ROOM, PROTOBUF, ReplyRoom, stated_bytes
 from corolla.client.text.chat import ChatTemplate

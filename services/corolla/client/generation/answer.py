@@ -2,49 +2,15 @@
 
 import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from corolla.chain.prompt_readout import PromptReadout
-from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder, joined_deltas
+from corolla.client.output_parsing.deltas import Delta, MessageBuilder, joined
 from corolla.client.output_parsing.parser_choice import AnswerParser
 from corolla.client.text.detokenizer import Detokenizer
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider, StopMatcher
 from corolla.v1.common_pb2 import ChatMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """The part that one token, or several tokens that came together, add to an answer.
-
-    Attributes:
-        tokens: the new tokens; empty if the delta is only the end.
-        text: whole characters that can no longer become part of a stop sequence.
-        finish_reason: set on the last delta.
-        reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools.
-        readout: what hops reported about the prompt, if the request asks for that; on one of the first deltas.
-        stop_sequence: on the last delta of an answer that a stop sequence ended: which one.
-    """
-
-    tokens: tuple[SampledToken, ...]
-    text: str
-    finish_reason: FinishReason | None
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
-    readout: PromptReadout | None = None
-    stop_sequence: str = ""
-
-
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Joins one or more consecutive deltas to one."""
-    if len(deltas) == 1:
-        return deltas[0]
-    tokens = tuple(token for delta in deltas for token in delta.tokens)
-    joined = joined_deltas(AnswerDelta(delta.text, delta.reasoning, delta.calls) for delta in deltas)
-    readout = next((delta.readout for delta in deltas if delta.readout is not None), None)
-    last = deltas[-1]
-    return Delta(tokens, joined.text, last.finish_reason, joined.reasoning, joined.calls, readout, last.stop_sequence)
 
 
 class Answer:
@@ -150,28 +116,21 @@ class Answer:
             parsed = self._read(text, is_last=matched or is_last)
             self._add((token,), parsed, self.finish_reason if matched or is_last else None)
 
-    def _add(self, tokens: tuple[SampledToken, ...], parsed: AnswerDelta, finish_reason: FinishReason | None) -> None:
+    def _add(self, tokens: tuple[SampledToken, ...], parsed: Delta, finish_reason: FinishReason | None) -> None:
         self._message.add(parsed)
         self._deltas.append(
-            Delta(
-                tokens,
-                parsed.text,
-                finish_reason,
-                parsed.reasoning,
-                parsed.calls,
-                stop_sequence=self.stop_sequence,
-            )
+            replace(parsed, tokens=tokens, finish_reason=finish_reason, stop_sequence=self.stop_sequence)
         )
 
-    def _read(self, text: str, *, is_last: bool) -> AnswerDelta:
+    def _read(self, text: str, *, is_last: bool) -> Delta:
         """Parses more text. An answer that calls tools and ends with an end token gets the reason TOOL_CALLS."""
         parser = self._parser
         if parser is None:
-            return AnswerDelta(text)
+            return Delta(text)
         parsed = parser.push(text)
         if not is_last:
             return parsed
-        parsed = joined_deltas((parsed, parser.finish(is_cut=self.finish_reason is not FinishReason.EOS)))
+        parsed = joined((parsed, parser.finish(is_cut=self.finish_reason is not FinishReason.EOS)))
         if self.finish_reason is FinishReason.EOS and parser.num_calls:
             self.finish_reason = FinishReason.TOOL_CALLS
         return parsed

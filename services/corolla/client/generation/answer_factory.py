@@ -10,9 +10,10 @@ from typing import Any, Final, TypeVar
 
 from corolla.chain.session import ChainSession
 from corolla.chassis.errors import InvalidRequest, QuotaExceeded, context_exceeded
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import read_last_answer, replay_answer
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.quotas.enforcer import Allowance
 from corolla.client.reply_sizes import TokenWidths
 from corolla.client.text.tokenizer import TextTokenizer

@@ -19,11 +19,12 @@ from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import CorollaError, RouterUnavailable, StoreUnavailable
 from corolla.chassis.merge import merge
 from corolla.client.adapters import ModelNames
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer
 from corolla.client.generation.answer_factory import AnswerFactory, AnswerRoom, NextPrompt
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import UnsentDeltas, write_last_answer
 from corolla.client.generation.running_request import Entrance, RunningRequest, next_deltas
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.transcripts import Transcripts, Turn
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import common_pb2, router_pb2
@@ -126,14 +127,14 @@ class Answering:
                 await running.ticket.admitted()
                 await self._read_out(job, readout)
                 for index in range(request.num_completions):
-                    yield index, Delta((), "", FinishReason.LENGTH, readout=None if index else readout)
+                    yield index, Delta(finish_reason=FinishReason.LENGTH, readout=None if index else readout)
                 return
             begun = [await self._begun(job) for _ in range(request.num_completions)]
             if (reason := begun[0].finish_reason) is not None:
                 # The caller has all tokens already, but not the finish reason.
                 meter.count_prompt(num_prompt_tokens, num_prompt_tokens, 0)
                 meter.count_finish(reason)
-                yield 0, Delta((), "", reason, stop_sequence=begun[0].stop_sequence)
+                yield 0, Delta(finish_reason=reason, stop_sequence=begun[0].stop_sequence)
                 return
             await running.allowance.take_prompt(num_prompt_tokens, job.room.num_tokens)
             await running.ticket.admitted()

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.generation.answer import Answer, Delta, joined
+from corolla.client.generation.answer import Answer
+from corolla.client.output_parsing.deltas import Delta, joined
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import router_pb2 as pb
@@ -89,7 +90,7 @@ class UnsentDeltas:
             return None
         if self._num_tokens < self._num_received:
             raise _too_many(self._num_tokens)
-        return Delta((), "", delta.finish_reason, stop_sequence=delta.stop_sequence)
+        return Delta(finish_reason=delta.finish_reason, stop_sequence=delta.stop_sequence)
 
 
 def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason: FinishReason) -> list[Delta]:

@@ -9,9 +9,10 @@ from corolla.chain.session import ChainSession
 from corolla.chassis.errors import InvalidRequest
 from corolla.chassis.tracing import spans
 from corolla.client.generation.admission import Admission, AdmissionTicket, RequestMeter
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer
 from corolla.client.generation.request import AnyRequest
 from corolla.client.metrics import ClientMetrics
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.quotas.enforcer import Allowance, QuotaEnforcer
 from corolla.client.text.grammar_process import GrammarProcess
 from corolla.v1 import generation_pb2 as pb

@@ -1,8 +1,11 @@
 """The parts of an answer as they arrive: text, reasoning and calls of tools. Pure."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+from corolla.chain.prompt_readout import PromptReadout
+from corolla.decoding.parameters import SampledToken
+from corolla.decoding.stopping import FinishReason
 from corolla.v1.common_pb2 import ChatMessage, ToolCall
 
 
@@ -17,20 +20,43 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """The text, reasoning and calls that one piece of model output adds to an answer."""
+class Delta:
+    """The part that one piece of model output, or several pieces that came together, add to an answer.
+
+    Attributes:
+        text: whole characters that can no longer become part of a stop sequence.
+        reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools.
+        tokens: the new tokens; empty if the delta is only the end.
+        finish_reason: set on the last delta.
+        readout: what hops reported about the prompt, if the request asks for that; on one of the first deltas.
+        stop_sequence: on the last delta of an answer that a stop sequence ended: which one.
+    """
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    tokens: tuple[SampledToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    readout: PromptReadout | None = None
+    stop_sequence: str = ""
 
 
-def joined_deltas(deltas: Iterable[AnswerDelta]) -> AnswerDelta:
-    """Joins consecutive deltas into one."""
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Joins consecutive deltas to one."""
+    if len(deltas) == 1:
+        return deltas[0]
     builder = MessageBuilder()
     for delta in deltas:
         builder.add(delta)
-    return builder.delta
+    last = deltas[-1] if deltas else Delta()
+    return replace(
+        last,
+        text="".join(builder.texts),
+        reasoning="".join(builder.reasonings),
+        calls=tuple(builder.calls),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        readout=next((delta.readout for delta in deltas if delta.readout is not None), None),
+    )
 
 
 @dataclass(slots=True)
@@ -41,7 +67,7 @@ class MessageBuilder:
     reasonings: list[str] = field(default_factory=list)
     calls: list[CallDelta] = field(default_factory=list)
 
-    def add(self, delta: AnswerDelta) -> None:
+    def add(self, delta: Delta) -> None:
         if delta.text:
             self.texts.append(delta.text)
         if delta.reasoning:
@@ -54,8 +80,8 @@ class MessageBuilder:
             self.calls.append(call)
 
     @property
-    def delta(self) -> AnswerDelta:
-        return AnswerDelta("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
+    def delta(self) -> Delta:
+        return Delta("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
 
     @property
     def message(self) -> ChatMessage:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Any, Final
 
-from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder
+from corolla.client.output_parsing.deltas import CallDelta, Delta, MessageBuilder
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
 from corolla.client.output_parsing.json_objects import ObjectScanner, Reading
 
@@ -110,7 +110,7 @@ class MarkupParser:
     def num_calls(self) -> int:
         return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
 
-    def push(self, text: str) -> AnswerDelta:
+    def push(self, text: str) -> Delta:
         """Takes more text; returns the part of the answer that is certain now."""
         self._held += text
         while self._steps[self._state]():
@@ -118,7 +118,7 @@ class MarkupParser:
         builder, self._builder = self._builder, MessageBuilder()
         return builder.delta
 
-    def finish(self, *, is_cut: bool = False) -> AnswerDelta:
+    def finish(self, *, is_cut: bool = False) -> Delta:
         """Returns the held text when the answer has ended.
 
         Args:
@@ -331,17 +331,17 @@ class MarkupParser:
         return taken
 
     def _emit(self, text: str = "", reasoning: str = "") -> None:
-        self._builder.add(AnswerDelta(text, reasoning))
+        self._builder.add(Delta(text, reasoning))
 
     def _emit_call(self, name: str, arguments: str) -> None:
         index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
         if self.num_calls > index:
-            self._builder.add(AnswerDelta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+            self._builder.add(Delta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
 
     def _emit_arguments(self, text: str) -> None:
         index = self._num_read_calls - 1
         if text and self.num_calls > index:
-            self._builder.add(AnswerDelta(calls=(CallDelta(index, arguments=text),)))
+            self._builder.add(Delta(calls=(CallDelta(index, arguments=text),)))
 
 
 def _num_begun(text: str, mark: str) -> int:

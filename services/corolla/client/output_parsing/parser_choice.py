@@ -12,7 +12,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from corolla.client.output_parsing.call_rules import CallRules, calls_grammar, is_special_in_grammars
-from corolla.client.output_parsing.deltas import AnswerDelta, CallDelta, MessageBuilder
+from corolla.client.output_parsing.deltas import CallDelta, Delta, MessageBuilder
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from corolla.client.output_parsing.parser import MarkupParser, State
 from corolla.client.text.conversation import tool_values
@@ -56,30 +56,30 @@ class ResponseTemplateParser:
     def num_calls(self) -> int:
         return self._num_read_calls if self._most_calls is None else min(self._most_calls, self._num_read_calls)
 
-    def push(self, text: str) -> AnswerDelta:
+    def push(self, text: str) -> Delta:
         """Takes more text; returns the part of the answer that is certain now."""
         return self._read(lambda: self._parser.feed(text), text)
 
-    def finish(self, *, is_cut: bool = False) -> AnswerDelta:
+    def finish(self, *, is_cut: bool = False) -> Delta:
         """Takes the end of the answer; returns the part that was held back, without a call that was cut off."""
         self._drops_body = is_cut
         return self._read(lambda: self._parser.finalize()[1], "")
 
-    def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> AnswerDelta:
+    def _read(self, events_of: Callable[[], Sequence[Mapping[str, Any]]], text: str) -> Delta:
         if self._is_broken:
-            return AnswerDelta(text)
+            return Delta(text)
         try:
             events = events_of()
         # The answer may not fit the template's fields, and the template's patterns may raise anything.
         except Exception:
             self._is_broken = True
-            return AnswerDelta(("" if self._drops_body else self._body) + text)
+            return Delta(("" if self._drops_body else self._body) + text)
         builder = MessageBuilder()
         for event in events:
             builder.add(self._delta(event))
         return builder.delta
 
-    def _delta(self, event: Mapping[str, Any]) -> AnswerDelta:
+    def _delta(self, event: Mapping[str, Any]) -> Delta:
         is_call = event["field"] == "tool_calls"
         match event["type"]:
             case "region_open":
@@ -87,23 +87,23 @@ class ResponseTemplateParser:
             case "region_chunk" if is_call:
                 self._body += event["text"]
             case "region_chunk" if event["field"] in _REASONING:
-                return AnswerDelta(reasoning=event["text"])
+                return Delta(reasoning=event["text"])
             case "region_chunk" if event["field"] == "content":
-                return AnswerDelta(event["text"])
+                return Delta(event["text"])
             case "region_close" if is_call:
                 return self._calls(event["value"])
-        return AnswerDelta()
+        return Delta()
 
-    def _calls(self, value: Any) -> AnswerDelta:
+    def _calls(self, value: Any) -> Delta:
         body, self._body = self._body, ""
         read = [_call(each) for each in (value if isinstance(value, list) else [value])]
         if any(name not in self._tool_names for name, _ in read):
-            return AnswerDelta("" if self._drops_body else body)
+            return Delta("" if self._drops_body else body)
         builder = MessageBuilder()
         for name, arguments in read:
             index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
             if self.num_calls > index:
-                builder.add(AnswerDelta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+                builder.add(Delta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
         return builder.delta
 
 

@@ -46,21 +46,6 @@ _UNKNOWN_TAKERS: Final = 8
 and a share that is too small harms less than one that is too large."""
 
 
-@dataclass(slots=True)
-class _Running:
-    """A running request that holds amounts of quotas.
-
-    Attributes:
-        held: the amounts by quota.
-    """
-
-    tenant: str
-    usage: Usage
-    renewed_s: float
-    num_noted_tokens: int
-    held: dict[str, int] = field(default_factory=dict)
-
-
 class QuotaEnforcer:
     """Takes quotas before a request begins, counts its use while it runs, and gives held quotas back at its end.
 
@@ -106,7 +91,7 @@ class QuotaEnforcer:
         self._num_takers = _UNKNOWN_TAKERS
         self._share = StaticShare()
         self._breaker = Breaker(1, _REST_S)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Allowance] = {}
         self._num_unbilled_tokens: Counter[str] = Counter()
         # Bills of generated tokens that no router has counted, each with the time when it was written.
         self._bills: list[tuple[pb.QuotaTake, float]] = []
@@ -157,7 +142,7 @@ class QuotaEnforcer:
         """
         limits = self.limits(tenant)
         if not limits.are_counted:
-            yield Allowance(self, tenant, "", limits)
+            yield Allowance(self, tenant, "", limits, usage)
             return
         amounts = {
             _RATE: 1,
@@ -175,8 +160,9 @@ class QuotaEnforcer:
             except QuotaExceeded:
                 is_refused = True
                 raise
-            self._running[request_id] = _Running(tenant, usage, self._now_s(), num_sequences, _held(uses))
-            yield Allowance(self, tenant, request_id, limits)
+            running = Allowance(self, tenant, request_id, limits, usage, self._now_s(), num_sequences, _held(uses))
+            self._running[request_id] = running
+            yield running
         finally:
             # A request whose caller left before the router answered is ended, too: the router may have counted it.
             if not is_refused:
@@ -199,8 +185,8 @@ class QuotaEnforcer:
         self._ended = {request_id: end for request_id, end in self._ended.items() if now_s < end[1]}
         bills, ended = list(self._bills), list(self._ended.items())
         renewed = [
-            request_id
-            for request_id, each in self._running.items()
+            each
+            for each in self._running.values()
             if each.held and now_s - each.renewed_s >= self._lease_s / _RENEWALS_IN_A_LEASE
         ]
         takes = [
@@ -216,21 +202,14 @@ class QuotaEnforcer:
         self._bills = self._bills[len(bills) :]
         for request_id, _ in ended:
             del self._ended[request_id]
-        for request_id in renewed:
-            if request_id in self._running:
-                self._running[request_id].renewed_s = now_s
+        for each in renewed:
+            each.renewed_s = now_s
 
     async def close(self) -> None:
         """Gives back the quotas of requests that have just ended."""
         await self.settle()
 
     # --- one take -------------------------------------------------------------------------------------------------
-
-    async def take_more(self, tenant: str, request_id: str, uses: Sequence[pb.QuotaUse]) -> None:
-        """Counts further use of a running request. Raises QuotaExceeded."""
-        await self.take(tenant, request_id, uses)
-        if (running := self._running.get(request_id)) is not None:
-            running.held.update(_held(uses))
 
     async def take(
         self, tenant: str, request_id: str, uses: Sequence[pb.QuotaUse], lease_s: float | None = None
@@ -324,14 +303,13 @@ class QuotaEnforcer:
         self._ended[request_id] = (tenant, self._now_s() + self._lease_s)
         self._has_ended.set()
 
-    def _renewal(self, request_id: str) -> pb.QuotaTake:
-        running = self._running[request_id]
+    def _renewal(self, running: "Allowance") -> pb.QuotaTake:
         uses = self.limits(running.tenant).uses(running.held, must_fit=False)
-        return _message(running.tenant, request_id, uses, self._lease_s)
+        return _message(running.tenant, running.request_id, uses, self._lease_s)
 
     # --- generated tokens -----------------------------------------------------------------------------------------
 
-    def _note_tokens(self, running: _Running) -> None:
+    def _note_tokens(self, running: "Allowance") -> None:
         num_tokens = running.usage.completion_tokens - running.num_noted_tokens
         if num_tokens > 0:
             running.num_noted_tokens += num_tokens
@@ -369,24 +347,37 @@ class QuotaEnforcer:
         return asyncio.get_running_loop().time()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Allowance:
-    """The quotas of one running request."""
+    """The quotas of one running request.
+
+    Attributes:
+        usage: counts the request's generated tokens, of which `num_noted_tokens` have been billed.
+        renewed_s: when the router last learned that the request runs.
+        held: the amounts that it holds, by quota.
+    """
 
     enforcer: QuotaEnforcer
     tenant: str
     request_id: str
     limits: TenantLimits
+    usage: Usage
+    renewed_s: float = 0.0
+    num_noted_tokens: int = 0
+    held: dict[str, int] = field(default_factory=dict)
 
     async def take_reserved(self, num_reserved_tokens: int) -> None:
         """Reserves another number of tokens for the request than before. Raises QuotaExceeded."""
-        uses = self.limits.uses({"reserved_tokens": num_reserved_tokens}, must_fit=True)
-        await self.enforcer.take_more(self.tenant, self.request_id, uses)
+        await self._take({"reserved_tokens": num_reserved_tokens})
 
     async def take_prompt(self, num_prompt_tokens: int, num_reserved_tokens: int) -> None:
         """Counts a prompt's tokens, and reserves the most tokens that the request may have. Raises QuotaExceeded."""
-        amounts = {"prompt_tokens_per_minute": num_prompt_tokens, "reserved_tokens": num_reserved_tokens}
-        await self.enforcer.take_more(self.tenant, self.request_id, self.limits.uses(amounts, must_fit=True))
+        await self._take({"prompt_tokens_per_minute": num_prompt_tokens, "reserved_tokens": num_reserved_tokens})
+
+    async def _take(self, amounts: dict[str, int]) -> None:
+        uses = self.limits.uses(amounts, must_fit=True)
+        await self.enforcer.take(self.tenant, self.request_id, uses)
+        self.held.update(_held(uses))
 
 
 def _message(tenant: str, request_id: str, uses: Iterable[pb.QuotaUse], lease_s: float) -> pb.QuotaTake:

@@ -16,9 +16,9 @@ from corolla.client.api.requests import RequestParser
 from corolla.client.api.servicer import CallBounds, GenerationServicer
 from corolla.client.api.tenants import KeyHolder
 from corolla.client.generation.admission import Caller
-from corolla.client.generation.answer import Delta
 from corolla.client.generation.request import AnyRequest
 from corolla.client.generation.resumption import Resumption
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.reply_sizes import ANY_ROOM
 from corolla.decoding.stopping import FinishReason
@@ -62,7 +62,7 @@ class ClosingAnswering:
         self._message.is_closed = True
         self.requests.append(request)
         for index in range(request.num_completions):
-            yield index, Delta((), "Hi", FinishReason.EOS)
+            yield index, Delta("Hi", finish_reason=FinishReason.EOS)
 
 
 async def replies_to(method: str, message: WatchedMessage, scope: Scope) -> list[tuple[AnyRequest, Any]]:

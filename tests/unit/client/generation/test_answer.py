@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer
 from corolla.client.generation.resumption import replay_answer
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason, StopDecider

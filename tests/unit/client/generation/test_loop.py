@@ -11,8 +11,9 @@ from typing import cast
 import pytest
 
 from corolla.chain.session import ChainSession, TokenReader
-from corolla.client.generation.answer import Answer, Delta
+from corolla.client.generation.answer import Answer
 from corolla.client.generation.running_request import next_deltas
+from corolla.client.output_parsing.deltas import Delta
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import StopDecider

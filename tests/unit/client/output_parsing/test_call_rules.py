@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from corolla.client.output_parsing.call_rules import CallRules, arguments_parts, calls_grammar, is_special_in_grammars
-from corolla.client.output_parsing.deltas import joined_deltas
+from corolla.client.output_parsing.deltas import joined
 from corolla.client.output_parsing.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
 from corolla.client.output_parsing.parser import MarkupParser
 from corolla.client.text import formats
@@ -92,8 +92,8 @@ def test_required_calls_fit_their_schemas(tokenizer: Any, read_by: LLTokenizer, 
         assert reader.takes(whole)
         assert reader.takes("<think>Is it <x>?\n</think>\n\n" + whole)
         parser = MarkupParser(calls, THINK, {"get_weather", "now"})
-        joined = joined_deltas([*map(parser.push, whole), parser.finish()])
-        assert (joined.text, parser.num_calls) == ("", whole.count(calls.infix or '"name"'))
+        whole_delta = joined([*map(parser.push, whole), parser.finish()])
+        assert (whole_delta.text, parser.num_calls) == ("", whole.count(calls.infix or '"name"'))
     for broken in [
         "",
         "Well.",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.client.output_parsing.deltas import AnswerDelta, joined_deltas
+from corolla.client.output_parsing.deltas import Delta, joined
 from corolla.client.output_parsing.formats import HERMES, LLAMA, MISTRAL, MISTRAL_V11, CallFormat, ReasoningFormat
 from corolla.client.output_parsing.parser import MarkupParser, State
 
@@ -18,16 +18,16 @@ CALL_FORMATS = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral-v
 FORMATS: dict[str, CallFormat | None] = {**CALL_FORMATS, "none": None}
 
 
-def read(calls: CallFormat | None, *chunks: str, **options: Any) -> AnswerDelta:
+def read(calls: CallFormat | None, *chunks: str, **options: Any) -> Delta:
     """The result of a parser for an answer that comes in these chunks."""
     parser = MarkupParser(calls, options.pop("reasoning", THINK), NAMES, "id{}".format, **options)
     deltas = [*(parser.push(chunk) for chunk in chunks), parser.finish()]
-    delta = joined_deltas(deltas)
+    delta = joined(deltas)
     assert parser.num_calls == len(delta.calls)
     return delta
 
 
-def calls_of(delta: AnswerDelta) -> list[tuple[str, str]]:
+def calls_of(delta: Delta) -> list[tuple[str, str]]:
     assert [(call.index, call.id) for call in delta.calls] == [(i, f"id{i}") for i in range(len(delta.calls))]
     return [(call.name, call.arguments) for call in delta.calls]
 
@@ -145,7 +145,7 @@ def test_arguments_come_as_they_are_written_and_text_at_once() -> None:
     (more,) = parser.push('"b').calls
     assert (more.id, more.name, more.arguments) == ("", "", '"b')
     assert parser.push('"}}').calls[0].arguments == '"}'
-    assert parser.finish() == AnswerDelta()
+    assert parser.finish() == Delta()
 
 
 def test_text_that_cannot_be_a_call_any_more_comes_at_once() -> None:
@@ -209,7 +209,7 @@ def test_any_arguments_come_back(calls: CallFormat, arguments: list[dict[str, An
 
 @given(answer=st.text())
 def test_without_formats_an_answer_is_its_text(answer: str) -> None:
-    assert read(None, *answer, reasoning=None) == AnswerDelta(text=answer)
+    assert read(None, *answer, reasoning=None) == Delta(text=answer)
 
 
 CALLED: dict[str, tuple[CallFormat, list[str]]] = {
@@ -220,11 +220,11 @@ CALLED: dict[str, tuple[CallFormat, list[str]]] = {
 }
 
 
-def cut(calls: CallFormat | None, text: str, step: int = 1, **options: Any) -> AnswerDelta:
+def cut(calls: CallFormat | None, text: str, step: int = 1, **options: Any) -> Delta:
     """The result of a parser for an answer that is cut off behind this text."""
     parser = MarkupParser(calls, options.pop("reasoning", THINK), NAMES, "id{}".format, **options)
     deltas = [parser.push(text[start : start + step]) for start in range(0, len(text), step)]
-    return joined_deltas([*deltas, parser.finish(is_cut=True)])
+    return joined([*deltas, parser.finish(is_cut=True)])
 
 
 @pytest.mark.parametrize("name", CALLED)
@@ -251,7 +251,7 @@ def test_text_before_a_call_that_is_cut_off_stays(name: str, step: int) -> None:
 
 
 def test_reasoning_that_is_cut_off_has_no_markup() -> None:
-    assert cut(HERMES, "<thi") == AnswerDelta()
+    assert cut(HERMES, "<thi") == Delta()
     found = cut(HERMES, "<think>Hm.</thi")
     assert (found.reasoning, found.text) == ("Hm.", "")
     assert cut(None, "<think>a <").reasoning == "a <"

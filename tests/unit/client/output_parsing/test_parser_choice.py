@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
-from corolla.client.generation.answer import Answer, joined
+from corolla.client.generation.answer import Answer
 from corolla.client.output_parsing.call_rules import CallRules
-from corolla.client.output_parsing.deltas import AnswerDelta, joined_deltas
+from corolla.client.output_parsing.deltas import Delta, joined
 from corolla.client.output_parsing.formats import ReasoningFormat
 from corolla.client.output_parsing.parser import State
 from corolla.client.output_parsing.parser_choice import OutputFormat, OutputParsing, ResponseTemplateParser, beginning
@@ -141,7 +141,7 @@ def test_a_checkpoints_response_template_is_read_as_by_transformers(text: str) -
     expected = parse_response(text, TEMPLATE, prefix=prefix, tools=[tool_values(NOW)])
     for chunks in ([text], list(text)):
         parser = ResponseTemplateParser(TEMPLATE, prefix, [tool_values(NOW)], {"now"}, str)
-        delta = joined_deltas([*map(parser.push, chunks), parser.finish()])
+        delta = joined([*map(parser.push, chunks), parser.finish()])
         parsed = {"content": delta.text.strip(), "thinking": delta.reasoning}
         assert {name: value for name, value in parsed.items() if value} == {
             name: value for name, value in expected.items() if name != "tool_calls"
@@ -152,7 +152,7 @@ def test_a_checkpoints_response_template_is_read_as_by_transformers(text: str) -
 @pytest.mark.parametrize("text, kept", [("<call:now>{oh</call>", "{oh"), ('<call:rm>{"a": 1}</call>', '{"a": 1}')])
 def test_calls_that_a_response_template_cannot_read_stay_text(text: str, kept: str) -> None:
     parser = ResponseTemplateParser(TEMPLATE, "", [], {"now"}, str)
-    delta = joined_deltas([*map(parser.push, text), parser.push(" on"), parser.finish()])
+    delta = joined([*map(parser.push, text), parser.push(" on"), parser.finish()])
     assert delta.calls == ()
     assert kept in delta.text
     assert delta.text.endswith(" on")
@@ -171,4 +171,4 @@ def test_an_answer_is_read_by_the_checkpoints_response_template() -> None:
 
 
 def test_no_deltas_join_to_an_empty_one() -> None:
-    assert joined_deltas([]) == AnswerDelta()
+    assert joined([]) == Delta()
