@@ -20,8 +20,8 @@ from corolla.cache.transfer import TokenCopy, check_tokens, forget_unsent, write
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CorollaError, InvalidRequest, MalformedMessage, OutOfPages
 from corolla.chassis.status import from_rpc_error
+from corolla.client.text.chat import TemplateProcess
 from corolla.client.text.template import TemplateRefusal
-from corolla.client.text.template_process import TemplateProcess
 from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub

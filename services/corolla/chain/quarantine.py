@@ -1,6 +1,6 @@
 """Remembers which servers new chains leave out, and when requests try lost servers again. Pure: time is passed in."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, Literal
 
 FIRST_QUARANTINE_S: Final = 5.0
@@ -42,8 +42,10 @@ RETRY_INTERVAL_S: Final = 1.0
 MOST_RETRY_INTERVAL_S: Final = 4.0
 
 
-class LostServers(Collection[str]):
-    """Ids of the servers that one request does without.
+class LostServers(dict[str, tuple[float, float] | None]):
+    """The servers that one request does without.
+
+    The class maps a server id to the times of its first and its latest failure, or to None if it is never tried again.
 
     A broken stream does not prove that its server is gone: the network may have dropped the connection, or this process
     may have been frozen, which breaks all of its streams at once. So where no other server can take a lost one's place,
@@ -52,40 +54,30 @@ class LostServers(Collection[str]):
     """
 
     def __init__(self, patience_s: float) -> None:
+        super().__init__()
         self._patience_s = patience_s
-        # Maps a server id to the times of its first and its latest failure, or to None if it is never tried again.
-        self._times: dict[str, tuple[float, float] | None] = {}
-
-    def __contains__(self, server_id: object) -> bool:
-        return server_id in self._times
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._times)
-
-    def __len__(self) -> int:
-        return len(self._times)
 
     def add(self, server_id: str, now_s: float, *, for_good: bool = False) -> None:
         """Records that a server failed now. With `for_good`, it is never tried again."""
-        before = self._times.get(server_id, (now_s, now_s))
-        self._times[server_id] = None if for_good or before is None else (before[0], now_s)
+        before = self.get(server_id, (now_s, now_s))
+        self[server_id] = None if for_good or before is None else (before[0], now_s)
 
     def discard(self, server_ids: Iterable[str]) -> None:
         """Takes servers off the list after they opened the session."""
         for server_id in server_ids:
-            self._times.pop(server_id, None)
+            self.pop(server_id, None)
 
     def retryable(self, now_s: float) -> frozenset[str]:
         """The servers that may be tried again now, where no other server can take their place."""
         return frozenset(
             server_id
-            for server_id, times in self._times.items()
+            for server_id, times in self.items()
             if times is not None and _retry_s(*times) <= now_s < times[0] + self._patience_s
         )
 
     def may_return(self, now_s: float) -> bool:
         """One of the servers may be tried again, now or later."""
-        return any(times is not None and now_s < times[0] + self._patience_s for times in self._times.values())
+        return any(times is not None and now_s < times[0] + self._patience_s for times in self.values())
 
 
 def _retry_s(first_s: float, last_s: float) -> float:

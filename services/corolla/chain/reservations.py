@@ -265,13 +265,13 @@ class NotOpened(Exception):
         return any(isinstance(failure, QueueFull) for _, failure in self.failures)
 
 
+@dataclass(frozen=True, slots=True)
 class Reservations:
     """Opens sessions on the hops of chains."""
 
-    def __init__(self, routes: Routes, plane: DataPlane, limits: ChainLimits) -> None:
-        self._routes = routes
-        self._plane = plane
-        self._limits = limits
+    routes: Routes
+    plane: DataPlane
+    limits: ChainLimits
 
     async def reserve(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float = math.inf
@@ -290,8 +290,8 @@ class Reservations:
         if trace := trace_headers():
             open_options = replace(open_options, trace=trace)
         clock = asyncio.get_running_loop().time
-        attempts = Attempts(self._limits.recovery_patience_s)
-        give_up_s = min(until_s, clock() + self._limits.recovery_patience_s)
+        attempts = Attempts(self.limits.recovery_patience_s)
+        give_up_s = min(until_s, clock() + self.limits.recovery_patience_s)
         while True:
             try:
                 chain = open_options.only_chain or await self._choose(
@@ -303,7 +303,7 @@ class Reservations:
                 raise
             if any(hop.server_id in attempts.lost for hop in chain.hops):
                 # A hop may have opened the sessions although its answer was lost. A new connection lets that be undone.
-                await asyncio.gather(*(self._plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
+                await asyncio.gather(*(self.plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
                 self._undo(identities, open_options, chain)
             try:
                 return await self.open(identities, open_options, chain)
@@ -312,7 +312,7 @@ class Reservations:
             self._undo(identities, open_options, chain)
             attempts.record(failures, clock())
             for hop, failure in failures:
-                self._routes.on_open_refused(hop.server_id, failure)
+                self.routes.on_open_refused(hop.server_id, failure)
             hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
             has_had_enough = attempts.num_refused == _MAX_REFUSALS or clock() >= give_up_s
             if hard or has_had_enough or open_options.only_chain is not None:
@@ -342,7 +342,7 @@ class Reservations:
         texts: Sequence[Mapping[str, TextDigests]] = (
             ()
             if open_options.prompts is not None or open_options.texts is None
-            else [hop_texts(chain, text, open_options.cache_salt, self._limits) for text in open_options.texts]
+            else [hop_texts(chain, text, open_options.cache_salt, self.limits) for text in open_options.texts]
         )
         opens = [
             self._open_on(
@@ -380,7 +380,7 @@ class Reservations:
     def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
         """Frees sessions on some hops. A hop that has opened a session in a later epoch keeps it."""
         for identity in identities:
-            self._plane.close_session(hops, identity)
+            self.plane.close_session(hops, identity)
 
     async def _choose(
         self, num_sessions: int, open_options: OpenOptions, attempts: Attempts, give_up_s: float
@@ -393,12 +393,12 @@ class Reservations:
             num_tokens = open_options.max_tokens * num_sessions
             if open_options.recorded_chain is not None:
                 # The hops of the last turn that still exist stay in the chain, with what they hold of the session.
-                chain = await self._routes.replan_recorded(
+                chain = await self.routes.replan_recorded(
                     open_options.recorded_chain, excluded_ids, num_tokens=num_tokens
                 )
                 if chain is not None:
                     return chain
-            chain = await self._routes.plan(
+            chain = await self.routes.plan(
                 num_tokens=num_tokens,
                 record_id=open_options.record_id,
                 blocks=open_options.blocks,
@@ -408,7 +408,7 @@ class Reservations:
                 asks_router=first_failure is None,
             )
             recorded = open_options.recorded_chain
-            return chain if recorded is None else self._routes.continued(recorded, chain)
+            return chain if recorded is None else self.routes.continued(recorded, chain)
 
         while True:
             now_s = asyncio.get_running_loop().time()
@@ -418,10 +418,10 @@ class Reservations:
                 first_failure = first_failure or failure
                 with contextlib.suppress(NoChain, RouterUnavailable, StoreUnavailable):
                     return await plan(now_s, as_last_resort=True)
-                may_succeed = attempts.lost.may_return(now_s) or self._routes.is_settling
+                may_succeed = attempts.lost.may_return(now_s) or self.routes.is_settling
                 if asyncio.get_running_loop().time() >= give_up_s or not may_succeed:
                     raise first_failure from None
-            await self._routes.wait_for_update(give_up_s)
+            await self.routes.wait_for_update(give_up_s)
 
     async def _open_on(
         self,
@@ -438,7 +438,7 @@ class Reservations:
 
         async def open_one(number: int) -> tuple[pb.Opened, int]:
             async with turn:
-                welcome = await self._plane.connect(hop.address)
+                welcome = await self.plane.connect(hop.address)
                 if not Span.of(welcome.span).covers(Span.of(hop.span)):
                     raise HopUnavailable("another server with other blocks now has the address of a hop", hop.address)
                 request = pb.Open(
@@ -448,7 +448,7 @@ class Reservations:
                     resume=open_options.resumes(hop),
                     max_tokens=open_options.max_tokens,
                     blocks=hop.span,
-                    lease_ms=open_options.lease_ms or self._limits.lease_ms,
+                    lease_ms=open_options.lease_ms or self.limits.lease_ms,
                     transient=open_options.transient,
                     keep_activations=keep_activations,
                     long_factors=open_options.long_factors,
@@ -462,7 +462,7 @@ class Reservations:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
                 if samples and open_options.samplers is not None:
                     request.sampler.CopyFrom(open_options.samplers[number].message(open_options.max_tokens))
-                return await self._plane.open(hop.address, request, _describe_prompts(request, number, open_options))
+                return await self.plane.open(hop.address, request, _describe_prompts(request, number, open_options))
 
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
 
@@ -472,7 +472,7 @@ class Reservations:
         for hop in filter(open_options.resumes, chain.hops):
             for each in identities:
                 keep = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=_ALL_TOKENS, idle=True)
-                self._plane.notify(hop.address, keep)
+                self.plane.notify(hop.address, keep)
 
 
 def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) -> Buffer:

@@ -46,9 +46,8 @@ from corolla.client.output_parsing.parser_choice import OutputFormat
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.reply_sizes import stated_bytes
 from corolla.client.settings import ClientSettings
-from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.chat import ChatTemplate, TemplateProcess
 from corolla.client.text.grammar_process import GrammarProcess
-from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.transcripts import Transcripts
 from corolla.http.endpoints import EndpointFactory

@@ -70,8 +70,9 @@ def _check_call(given: ToolCall, field: str) -> None:
         raise InvalidRequest(f"{field}.id", f"must have at most {MAX_ID_CHARS} characters")
     if len(given.arguments) > MAX_CALL_CHARS:
         raise InvalidRequest(f"{field}.arguments", f"must have at most {MAX_CALL_CHARS} characters")
-    if given.arguments.count("{") + given.arguments.count("[") > MAX_JSON_DEPTH:
-        _check_depth(arguments_of(given.arguments), f"{field}.arguments")
+    num_brackets = given.arguments.count("{") + given.arguments.count("[")
+    if num_brackets > MAX_JSON_DEPTH and depth_of(arguments_of(given.arguments)) > MAX_JSON_DEPTH:
+        raise InvalidRequest(f"{field}.arguments", f"must be at most {MAX_JSON_DEPTH} deep")
 
 
 def setting(given: pb.ChatRequest | pb.Conversation, reserved_names: frozenset[str]) -> ChatSetting:
@@ -122,11 +123,6 @@ def _tools(given: Sequence[pb.Tool]) -> tuple[Tool, ...]:
         parameters = parsed(tool.parameters, field) if tool.parameters else None
         tools.append(Tool(tool.name, tool.description, parameters, tool.strict, tool.lenient, field))
     return tuple(tools)
-
-
-def _check_depth(value: Any, field: str) -> None:
-    if depth_of(value) > MAX_JSON_DEPTH:
-        raise InvalidRequest(field, f"must be at most {MAX_JSON_DEPTH} deep")
 
 
 def _template_arguments(given: struct_pb2.Struct, reserved_names: frozenset[str]) -> dict[str, Any]:

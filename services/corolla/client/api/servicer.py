@@ -178,7 +178,7 @@ class GenerationServicer:
         def next_prompt(record: router_pb2.SessionRecord) -> tuple[int, Sequence[int]]:
             return 0, encode()
 
-        answers = self.answering.answer(request, next_prompt, lambda record, answer: None)
+        answers = self.answering.answer(request, next_prompt)
         ((_, delta),) = await _collected(answers, call)
         if delta.readout is None:
             raise InternalError("a request without an answer came back without a readout")
@@ -202,7 +202,7 @@ class GenerationServicer:
             new_ids = self._encoded(request.prompt, is_first=not record.token_log)
             return len(record.token_log), [*record.token_log, *new_ids]
 
-        return self.answering.answer(request, next_prompt, lambda record, answer: None)
+        return self.answering.answer(request, next_prompt)
 
     # --- conversations --------------------------------------------------------------------------------------------
 

@@ -96,7 +96,10 @@ class Answering:
     transcripts: Transcripts
 
     def answer(
-        self, request: AnyRequest, next_prompt: NextPrompt, record_turn: RecordTurn
+        self,
+        request: AnyRequest,
+        next_prompt: NextPrompt,
+        record_turn: RecordTurn = lambda record, answer: None,
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Answers a prompt: as the next turn of the request's session, or without a session, once or several times.
 

@@ -8,13 +8,13 @@ import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from corolla.chassis.errors import CorollaError, InvalidRequest
 from corolla.client.text.conversation import ChatSetting, message_values, tool_values
 from corolla.client.text.template import RESERVED_NAMES, Template, TemplateRefusal
-from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
 from corolla.v1.common_pb2 import ChatMessage
 
 _MARK: Final = "\U000f0002"
@@ -86,6 +86,49 @@ class Marks:
                 plain = json.dumps(plain, ensure_ascii=False)[1:-1]
             texts += [plain, following]
         return texts
+
+
+class TemplateProcess:
+    """Renders one template in a process of its own. Safe to use from several threads.
+
+    Args:
+        source, special_tokens: see `Template`.
+        longest_wait_s: seconds to wait for earlier renderings, each of which may take a second of processor time.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, Any], *, longest_wait_s: float = 10.0) -> None:
+        self._worker = WorkerProcess(
+            "corolla.client.text.template",
+            [source, dict(special_tokens)],
+            "renders chat templates",
+            longest_wait_s=longest_wait_s,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before the first request starts it."""
+        return self._worker.pid
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Renders a conversation; the arguments are those of `Template.render`.
+
+        Raises:
+            TemplateRefusal: the template does not accept the conversation, or fails.
+            InvalidRequest: the rendering takes too long, or too much memory.
+            QueueFull: other callers' renderings take too long.
+            InternalError: the process ends again and again.
+        """
+        try:
+            answer = cast(dict[str, str], self._worker.ask({"messages": list(messages), **options}))
+        except WorkLimitExceeded as error:
+            raise InvalidRequest("messages", f"take the model's chat template {error}") from None
+        if "refusal" in answer:
+            raise TemplateRefusal(answer["refusal"])
+        return answer["text"]
+
+    def close(self) -> None:
+        """Waits for a running rendering, then ends the process."""
+        self._worker.close()
 
 
 _BARE: Final = ChatSetting()

@@ -1,6 +1,6 @@
 """A checkpoint's chat template, which renders messages to text like `apply_chat_template` of transformers.
 
-The module needs only jinja2, so that the process in which `template_process` runs it is small and starts fast.
+The module needs only jinja2, so that the process in which `chat` runs it is small and starts fast.
 """
 
 import json

@@ -57,7 +57,7 @@ class ClosingAnswering:
         self.requests: list[AnyRequest] = []
 
     async def answer(
-        self, request: AnyRequest, next_prompt: Any, record_turn: Any
+        self, request: AnyRequest, next_prompt: Any, record_turn: Any = None
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         self._message.is_closed = True
         self.requests.append(request)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jinja2 import Environment
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.client.text.chat import ChatTemplate
+from corolla.client.text.chat import ChatTemplate, TemplateProcess
 from corolla.client.text.conversation import (
     ChatSetting,
     Tool,
@@ -22,7 +22,6 @@ from corolla.client.text.conversation import (
 )
 from corolla.client.text.template import Template
 from corolla.client.text.template_facts import facts_of
-from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.models.checkpoint import Checkpoint
 from corolla.v1.common_pb2 import ChatMessage, ToolCall

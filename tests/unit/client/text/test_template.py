@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from corolla.chassis.errors import CorollaError, InternalError, InvalidRequest
+from corolla.client.text.chat import TemplateProcess
 from corolla.client.text.template import Template
-from corolla.client.text.template_process import TemplateProcess
 from corolla.client.text.tokenizer import TextTokenizer
 
 MESSAGES = [
