@@ -29,6 +29,9 @@ class PlacementWatch:
     A snapshot that lacks servers for some blocks may come from a store that has just lost its data. So the servers of
     the last complete snapshot count, too, for SETTLING_S, in which servers register again. If one of them is gone, a
     request that tries it loses only an attempt.
+
+    Attributes:
+        num_updates: how many snapshots a router has pushed.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -40,6 +43,7 @@ class PlacementWatch:
         self._next_look_s = 0.0
         self._look: asyncio.Future[Sequence[pb.RegisteredAdapter]] | None = None
         self._published = asyncio.Event()
+        self.num_updates = 0
 
     @property
     def cheapest_chain(self) -> common_pb2.Chain | None:
@@ -147,6 +151,7 @@ class PlacementWatch:
     def _take(self, placement: pb.Placement) -> None:
         was_complete = self._placement is self._complete
         self._placement = placement
+        self.num_updates += 1
         self._adapters = still_registered(self._adapters, placement.adapters, placement.removed_adapters)
         if placement.HasField("cheapest_chain"):
             self._complete = placement

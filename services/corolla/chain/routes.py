@@ -27,7 +27,8 @@ from corolla.planning.candidates import candidates, chain_of, is_slow
 from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
-from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
+from corolla.planning.planner import plan_around_suspects, plan_replacements
+from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
@@ -40,8 +41,8 @@ _BOOKING_LAG_S: Final = 2.0
 class Routes:
     """Plans chains, and remembers which servers failed lately.
 
-    Replacements are planned here, from the placement that was pushed last, so a recovery needs no router. Whole chains
-    are planned here, too, while no router or no store answers.
+    Chains and replacements are planned here, from the placement that was pushed last, so neither a new session nor a
+    recovery needs a router. A router is asked for the chain of a recorded session, and if the placement has no chain.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Routes:
         self._fingerprint_parts = fingerprint_parts or {}
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
+        self._grouped: tuple[tuple[int, bool], Replicas] | None = None
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
@@ -134,16 +136,18 @@ class Routes:
         """
         excluded_ids = frozenset(excluded_ids) | self._leaving
         excluded = excluded_ids | self._quarantined()
-        try:
-            if not asks_router:
-                raise NoChain("no server holds some blocks")
-            chain = await self._plan_by_router(num_tokens, record_id, excluded)
-        except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
-            # The router or its store is gone, or the store has lost its data: the last snapshot may have a chain.
-            here = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
-            if here is None:
-                raise self._no_chain(failure, are_some_full=are_some_full) from None
-            chain = here
+        # Only a router knows the chain of a recorded session.
+        chain = None if record_id and asks_router else self._plan_by_snapshot(num_tokens, excluded)
+        if chain is None:
+            try:
+                if not asks_router:
+                    raise NoChain("no server holds some blocks")
+                chain = await self._plan_by_router(num_tokens, record_id, excluded)
+            except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
+                # The router or its store is gone, or the store has lost its data: the last snapshot may have a chain.
+                chain = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
+                if chain is None:
+                    raise self._no_chain(failure, are_some_full=are_some_full) from None
         chain = with_numerics(_cut(chain, blocks), self._placement.servers)
         self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
         return chain
@@ -176,11 +180,12 @@ class Routes:
         return planned.chain
 
     def _plan_by_snapshot(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
+        replicas = self._replicas()
         for wanted_tokens in (num_tokens, 0):
-            usable = self._candidates(wanted_tokens, excluded)
+            session = self._session(wanted_tokens, excluded)
             with contextlib.suppress(NoChain, OutOfPages):
-                planned = with_partners(plan_around_suspects(usable, self._num_blocks), usable)
-                return chain_of(planned.hops, self._fingerprint)
+                planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
+                return chain_of(with_partners(planned, replicas, session).hops, self._fingerprint)
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:
@@ -304,24 +309,34 @@ class Routes:
                 numerics come first.
         """
         for wanted_tokens in (num_tokens, 0):
-            usable = self._candidates(wanted_tokens, self._avoided().union(excluded))
             with contextlib.suppress(NoChain, OutOfPages):
-                return self._plan([each for each in usable if not each.is_suspected], gap)
-        return self._plan(self._candidates(0, excluded), gap)
+                return self._plan(self._session(wanted_tokens, self._avoided().union(excluded)), gap, suspects=False)
+        return self._plan(self._session(0, excluded), gap)
 
-    def _plan(self, usable: Sequence[Candidate], gap: Sequence[tuple[Span, Numerics]]) -> Sequence[common_pb2.Hop]:
-        planned = with_partners(plan_replacements(usable, gap), usable, keeps_numerics=True)
-        return chain_of(planned.hops, self._fingerprint).hops
+    def _plan(
+        self, session: PlannedSession, gap: Sequence[tuple[Span, Numerics]], *, suspects: bool = True
+    ) -> Sequence[common_pb2.Hop]:
+        replicas = self._replicas()
+        # Neighbouring hops of one server's blocks need as many servers of one kind.
+        usable = replicas.usable(session, len(gap) + 1)
+        planned = plan_replacements([each for each in usable if suspects or not each.is_suspected], gap)
+        return chain_of(with_partners(planned, replicas, session, keeps_numerics=True).hops, self._fingerprint).hops
 
-    def _candidates(self, num_tokens: int, excluded: Collection[str]) -> list[Candidate]:
-        servers = self._placement.servers
-        usable = candidates(
-            servers, fingerprint=self._fingerprint, num_tokens=num_tokens, excluded=excluded,
-            booked=self._bookings.unreported(servers, asyncio.get_running_loop().time()),
-        )  # fmt: skip
-        # The planner takes the first of equal servers, so a shuffle spreads the sessions over them.
-        random.shuffle(usable)
-        return usable
+    def _session(self, num_tokens: int, excluded: Collection[str]) -> PlannedSession:
+        now_s = asyncio.get_running_loop().time()
+        return PlannedSession(num_tokens, excluded, partial(self._bookings.booked, now_s=now_s))
+
+    def _replicas(self) -> Replicas:
+        """The ready servers, grouped anew after each push."""
+        state = self._placement.num_updates, self._placement.is_settling
+        if self._grouped is None or self._grouped[0] != state:
+            servers = self._placement.servers
+            self._bookings.hear(servers, asyncio.get_running_loop().time())
+            ready = candidates(servers, fingerprint=self._fingerprint)
+            # The planner takes the first of equal servers, so a shuffle spreads the sessions over them.
+            random.shuffle(ready)
+            self._grouped = state, Replicas(ready)
+        return self._grouped[1]
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:
         """A hop cannot be used: it is avoided, or no longer in the placement."""

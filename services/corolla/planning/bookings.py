@@ -4,7 +4,7 @@ A server reports its load with each heartbeat. Without bookings, all sessions th
 would go to the same server, the least busy one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,9 @@ class Booked:
 
     num_sessions: int = 0
     num_tokens: int = 0
+
+
+_NOTHING: Final = Booked()
 
 
 class Bookings:
@@ -45,21 +48,22 @@ class Bookings:
         for hop in hops:
             self._sessions.setdefault(hop.server_id, []).append((now_s, num_tokens))
 
-    def unreported(self, servers: Iterable[pb.PlacedServer], now_s: float) -> Mapping[str, Booked]:
-        """Returns the load to add to what these servers report, by server id; drops what their reports now include.
-
-        Args:
-            servers: All servers of the placement, with their newest known loads.
-        """
+    def hear(self, servers: Iterable[pb.PlacedServer], now_s: float) -> None:
+        """Drops the sessions that the newest known loads of all servers of the placement include."""
         heartbeats = {each.server.server_id: each.load.heartbeat_number for each in servers}
         for server_id, sessions in list(self._sessions.items()):
-            is_news = heartbeats.get(server_id) != self._heartbeats.get(server_id)
-            oldest_s = now_s - (self._lag_s if is_news else MOST_AGE_S)
-            self._sessions[server_id] = [each for each in sessions if each[0] > oldest_s]
-            if server_id not in heartbeats or not self._sessions[server_id]:
+            if heartbeats.get(server_id) != self._heartbeats.get(server_id):
+                sessions = [each for each in sessions if each[0] > now_s - self._lag_s]
+            if server_id in heartbeats and sessions:
+                self._sessions[server_id] = sessions
+            else:
                 del self._sessions[server_id]
         self._heartbeats = heartbeats
-        return {
-            server_id: Booked(len(sessions), sum(num_tokens for _, num_tokens in sessions))
-            for server_id, sessions in self._sessions.items()
-        }
+
+    def booked(self, server_id: str, now_s: float) -> Booked:
+        """Returns the load to add to what the server has reported."""
+        if not (sessions := self._sessions.get(server_id)):
+            return _NOTHING
+        if sessions[0][0] <= now_s - MOST_AGE_S:
+            sessions = self._sessions[server_id] = [each for each in sessions if each[0] > now_s - MOST_AGE_S]
+        return Booked(len(sessions), sum(num_tokens for _, num_tokens in sessions))

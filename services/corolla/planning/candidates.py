@@ -1,10 +1,9 @@
 """Converts the messages of a placement to the planner's candidates, and planned hops back to messages. Pure."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate, PlannedHop
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -26,8 +25,6 @@ SLOW_TIMES: Final = 8.0
 
 _SLOW_HOP_SECONDS: Final = 0.05
 """The time that a hop may take in addition, since no server's figures include links, batches and busy machines."""
-
-_NOTHING: Final = Booked()
 
 
 def counted_speed(placed: pb.PlacedServer, bound: float) -> float:
@@ -88,28 +85,13 @@ def is_slow(servers: Collection[pb.PlacedServer], chain: common_pb2.Chain, token
     return token_seconds > SLOW_TIMES * expected + _SLOW_HOP_SECONDS * len(hops)
 
 
-def candidates(
-    servers: Collection[pb.PlacedServer],
-    *,
-    fingerprint: str = "",
-    num_tokens: int = 0,
-    excluded: Collection[str] = (),
-    booked: Mapping[str, Booked] | None = None,
-) -> list[Candidate]:
-    """Returns the ready servers with these weights, except the excluded ones, in the given order.
-
-    Args:
-        fingerprint: The weights; empty: any.
-        num_tokens: The number of tokens for which a server needs free pages; 0: it needs none.
-        booked: The load that servers will have in addition to what they reported, by id.
-    """
+def candidates(servers: Collection[pb.PlacedServer], *, fingerprint: str = "") -> list[Candidate]:
+    """Returns the ready servers with these weights (empty: with any), in the given order, without booked loads."""
     bounds = speed_bounds(servers)
     return [
-        _candidate(each, bounds[each.server.server_id], num_tokens, (booked or {}).get(each.server.server_id, _NOTHING))
+        _candidate(each, bounds[each.server.server_id])
         for each in servers
-        if each.state == pb.SERVER_STATE_READY
-        and fingerprint in ("", each.server.fingerprint)
-        and each.server.server_id not in excluded
+        if each.state == pb.SERVER_STATE_READY and fingerprint in ("", each.server.fingerprint)
     ]
 
 
@@ -128,7 +110,7 @@ def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     )
 
 
-def _candidate(placed: pb.PlacedServer, bound: float, num_tokens: int, booked: Booked) -> Candidate:
+def _candidate(placed: pb.PlacedServer, bound: float) -> Candidate:
     server, load, span = placed.server, placed.load, Span.of(placed.span)
     seconds_per_block = 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
     if load.decode_step_seconds > 0:
@@ -138,10 +120,11 @@ def _candidate(placed: pb.PlacedServer, bound: float, num_tokens: int, booked: B
         address=server.address,
         fingerprint=server.fingerprint,
         span=span,
-        seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * (load.num_sessions + booked.num_sessions)),
+        seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * load.num_sessions),
         queue_seconds=load.num_queued_steps * seconds_per_block * len(span),
         zone=server.zone,
-        has_pages=num_tokens == 0 or has_room(load, num_tokens + booked.num_tokens),
         is_suspected=placed.suspected,
         numerics=Numerics.parse(load.numerics),
+        session_seconds=seconds_per_block * SESSION_LOAD,
+        room_tokens=load.max_session_tokens if load.HasField("max_session_tokens") else math.inf,
     )

@@ -34,7 +34,13 @@ from corolla.wire.span import Span, gaps
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A server that may be part of a chain, with its costs in seconds per decoded token."""
+    """A server that may be part of a chain, with its costs in seconds per decoded token.
+
+    Attributes:
+        session_seconds: By how much one more session raises `seconds_per_block`.
+        room_tokens: The most tokens of a session for which the server has free pages.
+        has_pages: Whether that is enough for the session for which a chain is planned.
+    """
 
     server_id: str
     address: str
@@ -46,6 +52,8 @@ class Candidate:
     has_pages: bool = True
     is_suspected: bool = False
     numerics: Numerics = UNKNOWN
+    session_seconds: float = 0.0
+    room_tokens: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

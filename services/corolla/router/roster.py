@@ -95,9 +95,10 @@ class Roster:
 
     def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
         """Every hop of a recorded chain is usable now; a restarted server has another id and does not count."""
-        ready = {each.server_id: each for each in candidates(self.servers, fingerprint=fingerprint, excluded=excluded)}
+        ready = {each.server_id: each for each in candidates(self.servers, fingerprint=fingerprint)}
         return bool(chain.hops) and all(
             hop.server_id in ready
+            and hop.server_id not in excluded
             and ready[hop.server_id].fingerprint == chain.fingerprint
             and ready[hop.server_id].span.covers(Span.of(hop.span))
             for hop in chain.hops

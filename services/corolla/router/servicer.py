@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Final
 
 from corolla.chassis.audit import Caller
@@ -13,6 +14,7 @@ from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
+from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.router import quotas, validation
 from corolla.router.registry import Registry
 from corolla.router.sessions import SessionRecords
@@ -112,13 +114,14 @@ class RouterServicer:
         if pinned is not None and roster.carries(pinned, fingerprint=request.fingerprint, excluded=excluded):
             return pb.PlanChainResponse(chain=pinned, by_affinity=True)
         bookings, now_s = self._bookings[request.model], asyncio.get_running_loop().time()
-        usable = candidates(
-            roster.servers, fingerprint=request.fingerprint, num_tokens=request.num_tokens, excluded=excluded,
-            booked=bookings.unreported(roster.servers, now_s),
-        )  # fmt: skip
+        bookings.hear(roster.servers, now_s)
+        ready = candidates(roster.servers, fingerprint=request.fingerprint)
         # The planner prefers the first of equal servers, so shuffling spreads the sessions over them.
-        random.shuffle(usable)
-        planned = with_partners(plan_around_suspects(usable, roster.num_blocks), usable)
+        random.shuffle(ready)
+        replicas = Replicas(ready)
+        session = PlannedSession(request.num_tokens, excluded, partial(bookings.booked, now_s=now_s))
+        planned = plan_around_suspects(replicas.usable(session), roster.num_blocks)
+        planned = with_partners(planned, replicas, session)
         chain = chain_of(planned.hops, planned.fingerprint)
         bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)

@@ -1,6 +1,7 @@
 """Sessions between the plan and the heartbeat that reports them: none is lost, and equal replicas share a burst."""
 
 from collections import Counter
+from functools import partial
 from itertools import count
 
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from corolla.planning.bookings import MOST_AGE_S, Booked, Bookings
 from corolla.planning.candidates import SESSION_LOAD, candidates, chain_of
 from corolla.planning.planner import plan
+from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 
@@ -37,10 +39,17 @@ def placed(servers: list[Server]) -> list[pb.PlacedServer]:
     return [each.placed for each in servers]
 
 
+def booked_at(bookings: Bookings, servers: list[Server], now_s: float) -> Booked:
+    """What is booked on the server "s", once all loads are known."""
+    bookings.hear(placed(servers), now_s)
+    return bookings.booked("s", now_s)
+
+
 def place(servers: list[Server], bookings: Bookings, now_s: float, num_tokens: int = 8) -> Server:
     """One session goes where the planner sends it."""
-    booked = bookings.unreported(placed(servers), now_s)
-    (hop,) = plan(candidates(placed(servers), num_tokens=num_tokens, booked=booked), 4).hops
+    bookings.hear(placed(servers), now_s)
+    session = PlannedSession(num_tokens, booked=partial(bookings.booked, now_s=now_s))
+    (hop,) = plan(Replicas(candidates(placed(servers))).usable(session), 4).hops
     bookings.book(chain_of([hop], "").hops, num_tokens, now_s)
     (taken,) = [each for each in servers if each.placed.server.server_id == hop.server.server_id]
     taken.num_sessions += 1
@@ -85,7 +94,7 @@ def test_bookings_count_each_session_and_none_twice_for_long(steps: list[tuple[s
     for what, num_ticks in steps:
         now_s += num_ticks / 64
         if what == "place":
-            bookings.unreported(placed([server]), now_s)
+            bookings.hear(placed([server]), now_s)
             bookings.book([common_pb2.Hop(server_id="s")], 8, now_s)
             underway.append(now_s)
             num_placed += 1
@@ -94,13 +103,13 @@ def test_bookings_count_each_session_and_none_twice_for_long(steps: list[tuple[s
             server.num_sessions += len(arrived)
             underway = [each for each in underway if each not in arrived]
             server.beat()
-        booked = bookings.unreported(placed([server]), now_s).get("s", Booked())
+        booked = booked_at(bookings, [server], now_s)
         if now_s < MOST_AGE_S:
             assert server.placed.load.num_sessions + booked.num_sessions >= num_placed
     now_s += LAG_S
     server.num_sessions = num_placed
     server.beat()
-    assert bookings.unreported(placed([server]), now_s) == {}
+    assert booked_at(bookings, [server], now_s) == Booked()
 
 
 def test_room_is_booked_as_well() -> None:
@@ -108,17 +117,17 @@ def test_room_is_booked_as_well() -> None:
     bookings = Bookings(LAG_S)
     split = Counter(place(servers, bookings, 1.0, MANY_TOKENS // 2).placed.server.server_id for _ in range(4))
     assert split == {"a": 2, "b": 2}
-    booked = bookings.unreported(placed(servers), 1.0)
-    assert not any(each.has_pages for each in candidates(placed(servers), num_tokens=1, booked=booked))
+    replicas, booked = Replicas(candidates(placed(servers))), partial(bookings.booked, now_s=1.0)
+    assert not any(each.has_pages for each in replicas.usable(PlannedSession(1, booked=booked)))
     # The hops have the last word.
-    assert all(each.has_pages for each in candidates(placed(servers), num_tokens=0, booked=booked))
+    assert all(each.has_pages for each in replicas.usable(PlannedSession(0, booked=booked)))
 
 
 def test_bookings_that_were_never_opened_expire() -> None:
     servers, bookings = [Server("s")], Bookings(LAG_S)
     place(servers, bookings, 1.0)
-    assert bookings.unreported(placed(servers), 1.0 + MOST_AGE_S - 0.1) == {"s": Booked(1, 8)}
-    assert bookings.unreported(placed(servers), 1.0 + MOST_AGE_S) == {}
+    assert booked_at(bookings, servers, 1.0 + MOST_AGE_S - 0.1) == Booked(1, 8)
+    assert booked_at(bookings, servers, 1.0 + MOST_AGE_S) == Booked()
     place(servers, bookings, 20.0)
-    assert bookings.unreported([], 20.1) == {}
-    assert bookings.unreported(placed(servers), 20.2) == {}, "another server may have come under its name"
+    assert booked_at(bookings, [], 20.1) == Booked()
+    assert booked_at(bookings, servers, 20.2) == Booked(), "another server may have come under its name"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import NoChain, OutOfPages
 from corolla.planning.pairing import MAX_DETOUR, with_partners
 from corolla.planning.planner import Candidate, PlannedChain, plan
+from corolla.planning.replicas import PlannedSession, Replicas
 from tests.unit.planning.test_planner import check_form, clusters, server
 
 NUM_BLOCKS = 6
@@ -25,7 +26,7 @@ def placed_sessions(spans: list[str], num_sessions: int) -> Counter[tuple[str, .
     for _ in range(num_sessions):
         servers = [server(f"s{n}", span, 0.01 * (1 + 0.05 * held[f"s{n}"])) for n, span in enumerate(spans)]
         rng.shuffle(servers)
-        route = route_of(with_partners(plan(servers, NUM_BLOCKS), servers))
+        route = route_of(with_partners(plan(servers, NUM_BLOCKS), Replicas(servers), PlannedSession()))
         held.update(route)
         routes[route] += 1
     return routes
@@ -75,7 +76,7 @@ def test_a_partner_that_is_no_good_is_left_out(facts: dict[str, object]) -> None
     first, spare = server("a", "0:3", 0.01), server("c", "3:6", 0.01)
     partner = server("b", "3:6", **(speed | facts))  # type: ignore[arg-type]
     chain = plan([first, spare], NUM_BLOCKS)
-    assert route_of(with_partners(chain, [spare, partner, first])) == ("a", "c")
+    assert route_of(with_partners(chain, Replicas([spare, partner, first]), PlannedSession())) == ("a", "c")
 
 
 def test_a_partner_in_the_zone_is_found_among_those_of_the_zone() -> None:
@@ -83,7 +84,7 @@ def test_a_partner_in_the_zone_is_found_among_those_of_the_zone() -> None:
     servers += [server(name, "3:6", 0.01, zone="z") for name in ("b2", "b3")]
     away = [server("a1", "0:3", 0.01, zone="y"), server("b1", "3:6", 0.01, zone="y"), server("b0", "3:6", zone="y")]
     chain = plan([servers[1], servers[2]], NUM_BLOCKS)
-    assert route_of(with_partners(chain, [*away, *servers])) == ("a3", "b3")
+    assert route_of(with_partners(chain, Replicas([*away, *servers]), PlannedSession())) == ("a3", "b3")
 
 
 @settings(max_examples=300)
@@ -95,7 +96,7 @@ def test_it_stays_a_chain_and_hardly_a_slower_one(cluster: tuple[list[Candidate]
         planned = plan(servers, num_blocks)
     except (NoChain, OutOfPages):
         return
-    chain = with_partners(planned, servers)
+    chain = with_partners(planned, Replicas(servers), PlannedSession())
     check_form(chain, num_blocks)
     assert [hop.span for hop in chain.hops] == [hop.span for hop in planned.hops]
     assert chain.hops[0] == planned.hops[0]

@@ -13,6 +13,7 @@ from corolla.chassis.errors import NoChain, OutOfPages
 from corolla.planning.bookings import Booked
 from corolla.planning.candidates import candidates
 from corolla.planning.planner import Candidate, LinkCosts, PlannedChain, plan, plan_blocks
+from corolla.planning.replicas import PlannedSession
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 from tests.unit.planning import listing_planner
@@ -126,7 +127,8 @@ def placements(draw: st.DrawFn) -> tuple[list[Candidate], Span]:
     excluded = {f"s{source.randrange(40)}" for _ in range(source.randrange(3))}
     part = sorted(source.sample(range(num_blocks + 1), 2))
     blocks = source.choice([Span(0, num_blocks), Span(*part)])
-    return candidates(servers, num_tokens=40, excluded=excluded, booked=booked), blocks
+    session = PlannedSession(40, excluded, booked.__getitem__)
+    return [each for server in candidates(servers) if (each := session.counted(server)) is not None], blocks
 
 
 @settings(max_examples=300)

@@ -1,0 +1,99 @@
+"""A plan over the fronts of replicas costs what one over all servers does, and looks at few of many."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corolla.chassis.errors import CorollaError
+from corolla.planning.bookings import Booked
+from corolla.planning.planner import Candidate, plan, plan_replacements
+from corolla.planning.replicas import PlannedSession, Replicas
+from corolla.wire.numerics import UNKNOWN, Numerics
+from corolla.wire.span import Span
+from tests.unit.planning.test_planner import COSTS, is_taken_again, server
+
+NUM_BLOCKS = 6
+OTHER = Numerics.parse("a" * 12 + "+" + "b" * 12)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
+    """Replicas of a few spans, some loaded, full, suspected, booked or excluded."""
+    source = random.Random(draw(st.integers(0, 2**32)))
+    spans = draw(st.sampled_from([["0:3", "3:6"], ["0:2", "2:4", "4:6"], ["0:4", "2:6", "0:6"], ["0:6", "2:4"]]))
+    servers = [
+        server(
+            f"s{number}", source.choice(spans), source.choice([0.25, 0.5, 2.0]),
+            queue_seconds=source.choice([0.0, 0.0, 1.0, 4.0]), zone=source.choice("aab"),
+            is_suspected=source.random() < 0.2, session_seconds=0.125, room_tokens=source.choice([10, 1000]),
+            numerics=source.choice([UNKNOWN, OTHER]),
+        )
+        for number in range(draw(st.integers(0, 20)))
+    ]  # fmt: skip
+    booked = {each.server_id: Booked(source.randrange(3), source.randrange(300)) for each in servers}
+    excluded = {f"s{source.randrange(20)}" for _ in range(source.randrange(4))}
+    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__)
+
+
+def cost_of(servers: list[Candidate]) -> float | str:
+    try:
+        return plan(servers, NUM_BLOCKS, COSTS).seconds
+    except CorollaError as failure:
+        return failure.reason
+
+
+@settings(max_examples=400)
+@given(fleets())
+def test_the_fronts_have_a_chain_that_is_as_cheap(fleet: tuple[list[Candidate], PlannedSession]) -> None:
+    servers, session = fleet
+    counted = [each for server in servers if (each := session.counted(server)) is not None]
+    usable = Replicas(servers).usable(session)
+    assert set(usable) <= {*counted, *(replace(each, has_pages=False) for each in counted)}
+    if is_taken_again(counted, NUM_BLOCKS):
+        # The planner finds a chain then, and not always the cheapest one.
+        assert isinstance(cost_of(usable), str) == isinstance(cost_of(counted), str)
+    else:
+        assert cost_of(usable) == pytest.approx(cost_of(counted))
+
+
+@settings(max_examples=200)
+@given(fleets())
+def test_the_fronts_have_replacements_that_compute_alike(fleet: tuple[list[Candidate], PlannedSession]) -> None:
+    servers, session = fleet
+    lost = [(Span(0, 3), OTHER), (Span(3, 6), UNKNOWN)]
+    counted = [each for server in servers if (each := session.counted(server)) is not None]
+
+    def numerics_of(found: list[Candidate]) -> list[Numerics] | str:
+        try:
+            return [hop.server.numerics for hop in plan_replacements(found, lost).hops[:1]]
+        except CorollaError as failure:
+            return failure.reason
+
+    assert numerics_of(Replicas(servers).usable(session, len(lost) + 1)) == numerics_of(counted)
+
+
+def test_few_of_many_equal_servers_are_looked_at() -> None:
+    asked = Counter[str]()
+
+    def booked(server_id: str) -> Booked:
+        asked[server_id] += 1
+        return Booked()
+
+    servers = [server(f"{span}-{number}", span) for span in ("0:3", "3:6") for number in range(500)]
+    assert len(Replicas(servers).usable(PlannedSession(40, booked=booked))) == 4
+    assert len(asked) < 10
+
+
+@pytest.mark.parametrize("num_before, num_after", [(1, 4), (3, 3), (13, 12), (12, 13), (5, 2), (2, 5)])
+def test_every_replica_has_partners_and_routes_are_few(num_before: int, num_after: int) -> None:
+    before = [server(f"a{number:02}", "0:3") for number in range(num_before)]
+    after = [server(f"b{number:02}", "3:6") for number in range(num_after)]
+    replicas = Replicas([*before, *after])
+    routes = [(one.server_id, other.server_id) for one in before for other in replicas.partners(one, after[0])]
+    assert {one for one, _ in routes} == {each.server_id for each in before}
+    assert {other for _, other in routes} == {each.server_id for each in after}
+    assert len(routes) <= num_before + num_after - 1
