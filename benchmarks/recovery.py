@@ -7,9 +7,9 @@
 Without `--url` it starts a chain of its own, with two servers for each half of the model, and kills the servers of both
 halves in turn. With it, any service that speaks OpenAI's completions is measured, whose server the command kills.
 
-Each kill has a prompt of its own. Its greedy answer is heard once undisturbed and once with a kill at a random token;
-both begin with a prompt that nobody holds. The stall is the longest wait for a token after the kill. An answer that the
-kill did not hit (a chain of its own tells) is asked for again with another prompt.
+Each kill has a prompt of its own, which no server has seen. Its greedy answer is heard first with a kill at a random
+token, and then undisturbed. The stall is the longest wait for a token after the kill. An answer that the kill did not
+hit (a chain of its own tells) is asked for again with another prompt.
 """
 
 import argparse

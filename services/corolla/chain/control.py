@@ -14,7 +14,7 @@ from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 
 _PLAN_TIMEOUT_S: Final = 2.0
-"""Short, because a client service without a router plans from the last pushed placement."""
+"""Short, because a client service can also plan on the placement that was pushed last."""
 RECORD_TIMEOUT_S = 5.0
 """Longer, because only a router has the records of sessions."""
 

@@ -1,1 +1,1 @@
-"""Plans which servers form a chain. The router plans on the store's data, a client service on its snapshot."""
+"""Plans which servers form a chain. Client services plan on the placement pushed last."""
