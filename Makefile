@@ -67,7 +67,7 @@ $(STAMP): $(LOCK) $(wildcard requirements/torch-*.txt) pyproject.toml | $(PY)
 lock: setup ## Resolves pyproject.toml into the locks, keeping pins that still fit; UPGRADE=--upgrade renews them.
 	@echo "==> Resolving"
 	@$(call resolve,lock,--all-extras $(UPGRADE))
-	@$(call resolve,server,--extra block-server --extra quantization --extra packed --extra tracing --constraints $(LOCK))
+	@$(call resolve,server,--extra block-server --extra packed --extra tracing --constraints $(LOCK))
 	@$(call resolve,client,--extra client --extra router --extra tracing --constraints $(LOCK))
 	@$(call resolve,demo,--extra demo --constraints $(LOCK))
 	@printf 'cyclonedx-bom>=7.5,<8\npip-audit>=2.10,<3\n' | uv pip compile - --quiet $(UPGRADE) --universal \

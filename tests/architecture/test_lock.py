@@ -28,7 +28,7 @@ STAND_INS: dict[str, list[str]] = {
 }
 OUTSIDE = {"corolla", "torch"}
 IMAGE_LOCKS = {
-    "server": ["block-server", "quantization", "packed", "tracing"],
+    "server": ["block-server", "packed", "tracing"],
     "client": ["client", "router", "tracing"],
     "demo": ["demo"],
 }

@@ -19,7 +19,6 @@ from corolla.kernels.triton.packed_launches import multiply_packed
 from corolla.kernels.triton.variants import Grid, Variant
 from corolla.models import edges as edges_module
 from corolla.models import linear, span_model
-from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
@@ -237,16 +236,13 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     checkpoint, quantization = quantised(tmp_path, kind)
     span = Span(1, 2)
     options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS, "max_stack_bytes": 0}
-    # A processor takes the numbers of int8 and int4 in another form, and the expanded ones of a file.
+    # A processor takes the expanded numbers of a file.
     plain = load_span(
         checkpoint, span, dtype=torch.float32, quantization="none" if quantization == "packed" else quantization
     )
     with torch.device("cpu"):
         reference = SpanRunner(plain, attention="sdpa", **options)
     take_packed_product(monkeypatch)
-    if DEVICE == "cpu":
-        # Quantised weights become panels on a GPU.
-        monkeypatch.setattr(quantization_module, "packs", lambda _device: True)
     packed = load_span(checkpoint, span, dtype=torch.float32, device=DEVICE, quantization=quantization)
     runner = SpanRunner(packed, attention="triton", has_scratch_page=True, **options)
     assert runner.kernel_choices.blocks == "triton"

@@ -19,7 +19,7 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
 from corolla.models.families import pageless_layers
 from corolla.models.packed.choice import layouts_of
-from corolla.models.quantization import INT4_GROUP_SIZE
+from corolla.models.quantization import layout_of
 from corolla.models.span_model import empty_span, span_tensors
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
@@ -166,8 +166,8 @@ def _block_bytes(
         held = plain
         if quantization == PACKED and name in layouts:
             held = plain = layouts[name].num_bytes(math.prod(tensor.shape[:-1]), tensor.shape[-1])
-        elif name in linears:
-            held = _quantised_bytes(tensor.shape, dtype, quantization)
+        elif name in linears and (layout := layout_of(quantization, tensor.shape[1], dtype)) is not None:
+            held = layout.num_bytes(*tensor.shape)
         loaded[block] += held
         read[block] += plain
     return loaded, read
@@ -176,14 +176,3 @@ def _block_bytes(
 def _linear_weights(model: nn.Module, kept: tuple[str, ...]) -> Mapping[str, nn.Linear]:
     layers = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
     return {f"{path}.weight": module for path, module in layers.items() if path.rpartition(".")[2] not in kept}
-
-
-def _quantised_bytes(shape: torch.Size, dtype: torch.dtype, quantization: str) -> int:
-    outputs, inputs = shape
-    if quantization == "int8":
-        # Each block of 256 inputs has a scale on a GPU.
-        return outputs * inputs + outputs * max(1, inputs // 256) * torch.float32.itemsize
-    if quantization == "int4" and inputs % INT4_GROUP_SIZE == 0:
-        # A scale and a zero point for each group.
-        return outputs * inputs // 2 + 2 * outputs * (inputs // INT4_GROUP_SIZE) * dtype.itemsize
-    return outputs * inputs * dtype.itemsize

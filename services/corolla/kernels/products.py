@@ -68,7 +68,7 @@ class Kernel:
     ) -> None:
         self._layout, self._rows, self._is_ordered = layout, rows, is_ordered
         if (reason := why_unavailable()) is not None:
-            raise StartupError(f"COROLLA_QUANTIZATION=packed does not work here: {reason}. Set it to none.")
+            raise StartupError(f"COROLLA_QUANTIZATION does not work here: {reason}. Set it to none.")
         tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
         source = module_source(
             layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, is_ordered=is_ordered

@@ -1,25 +1,24 @@
-"""Quantises the weights of linear layers to int8 or int4, by torchao.
+"""Quantises the weights of linear layers to int8 or int4.
 
-Only weights are quantised; hidden states, the KV cache and the data between hops keep the model's dtype. On a CPU a
-layer keeps its class and gets another kind of tensor as its weight, so the family's own code runs as before. On a GPU
-with Triton the same numbers become panels, and the layer a PackedLinear, like one of a packed checkpoint.
+Only weights are quantised; hidden states, the KV cache and the data between hops keep the model's dtype. A quantised
+layer becomes a PackedLinear, like one of a packed checkpoint. Its numbers are those of torchao's weight-only formats.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 
-from corolla.chassis.errors import CheckpointError, SettingsError, StartupError
+from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout, Number, Scale, group_layout
 from corolla.kernels.llvm_text import LANES
+from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
-from corolla.kernels.triton.availability import missing
 from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import PackedLinear, refuse_device
 
 INT4_GROUP_SIZE: Final = 32
 # A model is quantised only if at least this share of its weights is in linear layers that can be quantised.
@@ -29,7 +28,6 @@ _SCALES: Final[Mapping[torch.dtype, Scale]] = {
 }  # fmt: skip
 _HALF_OF_INT8: Final = 127.5
 _LARGEST_INT4: Final = 15
-# torchao takes no smaller scale for int4 on CPUs.
 _LEAST_INT4_SCALE: Final = 1e-6
 
 
@@ -37,7 +35,7 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
     """Quantises every linear layer of `model` in place, on its device; `"none"` and `"packed"` change nothing.
 
     `int8` is symmetric with one scale for each output channel. `int4` is asymmetric with a scale and a zero point for
-    each group of 32 inputs; it skips layers whose number of inputs is not a multiple of 32.
+    each group of 32 inputs. Layers whose number of inputs is not a multiple of 32 stay as they are.
 
     Args:
         model: the model in its final dtype, on its final device.
@@ -45,8 +43,8 @@ def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) ->
         kept: names, within their blocks, of layers that are not quantised, since other code reads their weights.
 
     Raises:
-        StartupError: torchao is not installed.
-        SettingsError: the quantisation does not support this dtype on this device.
+        StartupError: this machine has no compiled functions.
+        SettingsError: the quantisation is not known, or the device has no kernels.
         CheckpointError: most of the model's weights are not in linear layers.
     """
     quantize_layer = quantizer(model, quantization, kept)
@@ -70,78 +68,68 @@ def quantizer(
     """
     if quantization in ("none", PACKED):
         return None
-    modules = model.named_modules()
-    layers = [each for path, each in modules if type(each) is nn.Linear and path.rpartition(".")[2] not in kept]
+    if quantization not in ("int8", "int4"):
+        raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8, int4 or packed")
+    layers = _quantizable(model, quantization, kept)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
-    quantizable = [layer for layer in layers if layer.in_features % INT4_GROUP_SIZE == 0 or quantization == "int8"]
-    if sum(layer.weight.numel() for layer in quantizable) < _LEAST_SHARE * num_weights:
+    if sum(layer.weight.numel() for layer, _ in layers.values()) < _LEAST_SHARE * num_weights:
         raise CheckpointError(
             f"Most weights of this model lie outside of linear layers that {quantization} can be applied to; serve it "
             "with COROLLA_QUANTIZATION=none."
         )
-    first = quantizable[0].weight
-    library, chosen = _torchao(), set(map(id, quantizable))
-    if packs(device or first.device):
-        return _packer(model, [each for each in quantizable if layout_of(quantization, each)], quantization)
-    config = _config_of(quantization, first.dtype, device or first.device)
+    first, _ = next(iter(layers.values()))
+    device = device or first.weight.device
+    refuse_device(quantization, device)
+    for layout in {layout for _, layout in layers.values()} if device.type == "cpu" else ():
+        kernel_of(layout, first.weight.dtype)
+    paths = {id(layer): path for path, (layer, _) in layers.items()}
 
     def quantize_layer(module: nn.Module) -> None:
-        if id(module) in chosen:
-            library.quantize_(module, config, filter_fn=lambda each, _name: each is module)
+        if (path := paths.get(id(module))) is not None:
+            model.set_submodule(path, packed(cast(nn.Linear, module), quantization))
 
     return quantize_layer
 
 
-def packs(device: torch.device) -> bool:
-    """Quantised weights become panels on a device of this kind."""
-    return device.type == "cuda" and missing() is None
+def _quantizable(model: nn.Module, quantization: str, kept: Collection[str]) -> dict[str, tuple[nn.Linear, Layout]]:
+    return {
+        path: (module, layout)
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear and path.rpartition(".")[2] not in kept
+        if (layout := layout_of(quantization, module.in_features, module.weight.dtype)) is not None
+    }
 
 
-def layout_of(quantization: str, layer: nn.Linear) -> Layout | None:
-    """The layout of a layer's quantised weights; None where no block of a layout divides its inputs."""
+def layout_of(quantization: str, num_inputs: int, dtype: torch.dtype) -> Layout | None:
+    """The layout of a layer's quantised weights; None: they are not quantised, or no block divides the inputs."""
     if quantization == "int8":
-        return group_layout(layer.in_features, Scale.FLOAT32, number=Number.INT8)
-    if layer.in_features % INT4_GROUP_SIZE:
+        return group_layout(num_inputs, Scale.FLOAT32, number=Number.INT8)
+    if quantization != "int4" or num_inputs % INT4_GROUP_SIZE:
         return None
-    return group_layout(INT4_GROUP_SIZE, _SCALES[layer.weight.dtype], has_minimum=True)
-
-
-def _packer(model: nn.Module, layers: Collection[nn.Linear], quantization: str) -> Callable[[nn.Module], None]:
-    places = {id(child): (parent, name) for parent in model.modules() for name, child in parent.named_children()}
-    chosen = set(map(id, layers))
-
-    def pack_layer(module: nn.Module) -> None:
-        if id(module) in chosen:
-            parent, name = places[id(module)]
-            setattr(parent, name, packed(cast(nn.Linear, module), quantization))
-
-    return pack_layer
+    return group_layout(INT4_GROUP_SIZE, _SCALES[dtype], has_minimum=True)
 
 
 def pack_empty(model: nn.Module, quantization: str, kept: Collection[str] = ()) -> None:
-    """Packs a model without weights as a GPU holds it: layers that would be quantised, and packed layers, get panels.
+    """Packs a model without weights: layers that would be quantised, and packed layers, get panels.
 
     Args:
         model: the model on the meta device, in its final dtype.
         quantization: see `quantize`.
         kept: see `quantize`.
     """
-    for path, module in list(model.named_modules()):
-        layer = module
-        if quantization in ("int8", "int4") and type(module) is nn.Linear and path.rpartition(".")[2] not in kept:
-            layout = layout_of(quantization, module)
-            if layout is not None:
-                bias = cast(nn.Parameter | None, module.bias)
-                layer = PackedLinear(module.in_features, module.out_features, layout, bias)
-                model.set_submodule(path, layer)
-        if isinstance(layer, PackedLinear | PackedExpertWeights):
-            shape = (-(-math.prod(layer.shape[:-1]) // LANES), layer.shape[-1] // layer.layout.block_weights)
-            layer.panels = torch.empty(*shape, layer.layout.block_bytes, dtype=torch.uint8, device="meta")
+    for path, (layer, layout) in _quantizable(model, quantization, kept).items():
+        bias = cast(nn.Parameter | None, layer.bias)
+        model.set_submodule(path, PackedLinear(layer.in_features, layer.out_features, layout, bias))
+    for module in model.modules():
+        if isinstance(module, PackedLinear | PackedExpertWeights):
+            shape = (-(-math.prod(module.shape[:-1]) // LANES), module.shape[-1] // module.layout.block_weights)
+            module.panels = torch.empty(*shape, module.layout.block_bytes, dtype=torch.uint8, device="meta")
 
 
 def packed(layer: nn.Linear, quantization: str) -> PackedLinear:
     """A layer with the quantised weights of `layer` as panels, on its device; `layout_of` must give its layout."""
-    weight, layout = layer.weight.detach(), cast(Layout, layout_of(quantization, layer))
+    weight = layer.weight.detach()
+    layout = cast(Layout, layout_of(quantization, layer.in_features, weight.dtype))
     read = (_int8 if quantization == "int8" else _int4)(weight, weight.shape[1] // layout.block_weights)
     made = PackedLinear(layer.in_features, layer.out_features, layout, cast(nn.Parameter | None, layer.bias))
     made.panels = repack_numbers(read, layer.out_features, layer.in_features, layout, weight.device)
@@ -149,75 +137,36 @@ def packed(layer: nn.Linear, quantization: str) -> PackedLinear:
 
 
 def _int8(weight: Tensor, num_blocks: int) -> Callable[[int, int], Numbers]:
-    from torchao.quantization import PerRow
-    from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
-
     scales = _scales(weight.abs().amax(dim=1, keepdim=True), _HALF_OF_INT8, torch.finfo(torch.float32).eps).float()
-    codes: Tensor = Int8Tensor.from_hp(weight, PerRow(), scale=scales).qdata
 
     def read(start: int, end: int) -> Numbers:
-        return Numbers(codes[start:end].view(torch.uint8), scales[start:end].expand(-1, num_blocks))
+        codes = (weight[start:end].float() * (1.0 / scales[start:end])).round_().clamp_(-128, 127).to(torch.int8)
+        return Numbers(codes.view(torch.uint8), scales[start:end].expand(-1, num_blocks))
 
     return read
 
 
 def _int4(weight: Tensor, num_blocks: int) -> Callable[[int, int], Numbers]:
-    from torchao.quantization.quant_primitives import _quantize_affine_tinygemm
-
     least, largest = weight.view(-1, num_blocks, INT4_GROUP_SIZE).aminmax(dim=2)
     scales = _scales(largest - least, _LARGEST_INT4, _LEAST_INT4_SCALE)
-    middles = least + scales * ((_LARGEST_INT4 + 1) // 2)
-    codes = _quantize_affine_tinygemm(weight, [1, INT4_GROUP_SIZE], scales, middles, torch.int32, 0, _LARGEST_INT4)
+    half = scales * ((_LARGEST_INT4 + 1) // 2)
+    middles = least + half
 
     def read(start: int, end: int) -> Numbers:
-        return Numbers(codes[start:end].to(torch.uint8), scales[start:end], minima=middles[start:end])
+        own = slice(start, end)
+        groups = weight[own].view(end - start, num_blocks, INT4_GROUP_SIZE)
+        codes = (groups - (middles[own] - half[own]).unsqueeze(2)) / scales[own].unsqueeze(2)
+        return Numbers(
+            codes.round_().clamp_(0, _LARGEST_INT4).to(torch.uint8).flatten(1), scales[own], minima=middles[own]
+        )
 
     return read
 
 
 def _scales(ranges: Tensor, num_steps: float, least: float) -> Tensor:
-    """The scales by which `ranges` have so many steps, with the bits of torchao's scales on a CPU.
+    """The scales by which `ranges` have so many steps, with the same bits on a CPU and a GPU.
 
     A GPU multiplies by the reciprocal of a number, which may round otherwise, but divides by a tensor. The number that
     int8 has the scale from is a tie of two codes, so another last bit would be another code.
     """
     return (ranges / ranges.new_full((), num_steps)).clamp(min=least)
-
-
-def stored_bytes(tensor: Tensor) -> int:
-    """The bytes that a tensor of any shape, dtype and device takes in memory.
-
-    `nbytes` of a quantised tensor is the size of the expanded one.
-    """
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()
-    return sum(stored_bytes(getattr(tensor, name)) for name in names)
-
-
-def _config_of(quantization: str, dtype: torch.dtype, device: torch.device) -> Any:
-    library = _torchao()
-    if quantization == "int8":
-        return library.Int8WeightOnlyConfig(set_inductor_config=False)
-    if quantization != "int4":
-        raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8, int4 or packed")
-    if device.type == "cpu":
-        # torchao has the layout of torch's int4 kernels for CPUs only in its prototype package.
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-
-        return PrototypeInt4WeightOnlyConfig(group_size=INT4_GROUP_SIZE, set_inductor_config=False)
-    if dtype != torch.bfloat16:
-        raise SettingsError(f"COROLLA_QUANTIZATION=int4 on {device.type} needs COROLLA_DTYPE=bfloat16")
-    return library.Int4WeightOnlyConfig(
-        group_size=INT4_GROUP_SIZE, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
-    )
-
-
-def _torchao() -> Any:
-    try:
-        import torchao.quantization
-    except ImportError as error:
-        raise StartupError(
-            "COROLLA_QUANTIZATION needs torchao; run `pip install torchao`, or set it to none."
-        ) from error
-    return torchao.quantization

@@ -35,7 +35,7 @@ from corolla.models.packed.experts import PackedExpertWeights
 from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.product_rule import AUTO
-from corolla.models.quantization import pack_empty, quantize, quantizer, stored_bytes
+from corolla.models.quantization import pack_empty, quantize, quantizer
 from corolla.models.rotary_table import LongRope
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
@@ -104,7 +104,7 @@ class SpanModel:
     def nbytes(self) -> int:
         """Bytes of the parameters and buffers."""
         tensors = (*self._base.parameters(), *self._base.buffers())
-        return sum(stored_bytes(tensor) for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def linears(self) -> list[DenseLinear]:

@@ -1,22 +1,29 @@
 """Quantised spans take less memory, run the family's own code, and are refused for unsuitable families."""
 
+import math
 from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torchao.quantization
+from torch import nn
+from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
 from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.kernels.products import kernel_of
-from corolla.models import quantization as quantization_module
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.linear import is_plain
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.quantization import packed, quantize, stored_bytes
+from corolla.models.quantization import packed, quantize
 from corolla.models.span_model import SpanModel, load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gpu_double import a_gpu
+
+TORCHAO: Final = {
+    "int8": torchao.quantization.Int8WeightOnlyConfig(),
+    "int4": PrototypeInt4WeightOnlyConfig(group_size=32),
+}
 
 
 def load(folder: Path, quantization: str, dtype: torch.dtype = torch.float32, family: str = "llama") -> SpanModel:
@@ -24,8 +31,8 @@ def load(folder: Path, quantization: str, dtype: torch.dtype = torch.float32, fa
     return load_span(checkpoint, Span(1, 3), dtype=dtype, quantization=quantization)
 
 
-def weights_of(model: SpanModel) -> list[Tensor]:
-    return [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+def layers_of(model: SpanModel) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -34,14 +41,14 @@ def test_weights_take_the_bytes_that_their_format_promises(
     tmp_path: Path, dtype: torch.dtype, quantization: str, bits: int
 ) -> None:
     plain, quantized = (load(tmp_path / "llama", each, dtype) for each in ("none", quantization))
-    num_weights = sum(weight.numel() for weight in weights_of(plain))
-    # Besides the codes, torchao keeps a float32 scale and an int8 zero point for each row, or both in the model's dtype
+    layers = layers_of(quantized)
+    num_weights = sum(math.prod(layer.shape) for layer in layers)
+    # Besides the codes, there is a float32 scale for each block of a row, or a scale and a minimum in the model's dtype
     # for each group of 32.
-    num_rows = sum(weight.shape[0] for weight in weights_of(plain))
-    scales = num_rows * 5 if quantization == "int8" else 2 * num_weights // 32 * dtype.itemsize
-    codes_and_scales = num_weights * bits // 8 + scales
-    assert sum(stored_bytes(weight) for weight in weights_of(quantized)) == codes_and_scales
-    assert plain.nbytes - quantized.nbytes == num_weights * dtype.itemsize - codes_and_scales
+    scales = sum(math.prod(layer.shape) // layer.layout.block_weights for layer in layers) * 4
+    if quantization == "int4":
+        scales = 2 * num_weights // 32 * dtype.itemsize
+    assert plain.nbytes - quantized.nbytes == num_weights * dtype.itemsize - num_weights * bits // 8 - scales
     assert quantized.dtype == plain.dtype
 
 
@@ -49,8 +56,9 @@ def test_weights_take_the_bytes_that_their_format_promises(
 def test_every_weight_is_within_half_a_quantisation_step(quantization: str) -> None:
     layer = nn.Linear(96, 64, bias=False)
     weight = layer.weight.detach().clone()
-    quantize(nn.Sequential(layer), quantization)
-    given = layer(torch.eye(96)).t()
+    model = nn.Sequential(layer)
+    quantize(model, quantization)
+    given = model(torch.eye(96)).t()
     # int8: 255 symmetric steps for a row; int4: 15 from the smallest to the largest of a group.
     groups = weight.view(64, -1, 96 if quantization == "int8" else 32)
     if quantization == "int8":
@@ -71,17 +79,10 @@ def test_a_quantised_span_is_near_the_plain_one(tmp_path: Path, quantization: st
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_layers_are_never_treated_as_plain_ones(tmp_path: Path, quantization: str) -> None:
-    model = load(tmp_path / "llama", quantization)
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert linears
-    assert not any(is_plain(module) for module in linears)
-
-
-def test_layers_whose_inputs_make_no_whole_groups_stay_as_they_are() -> None:
+def test_layers_that_no_block_divides_stay_as_they_are(quantization: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(40, 64))
-    quantize(model, "int4")
-    assert [is_plain(module) for module in model] == [False, True]
+    quantize(model, quantization)
+    assert [type(each) for each in model] == [PackedLinear, nn.Linear]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -95,35 +96,29 @@ def test_an_unknown_quantisation_is_refused_by_key_and_value() -> None:
         quantize(nn.Linear(32, 32), "int3")
 
 
-@pytest.fixture
-def packing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised weights become panels, as on a GPU."""
-    monkeypatch.setattr(quantization_module, "packs", lambda _device: True)
-
-
-@pytest.mark.usefixtures("packing")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_panels_have_the_weights_that_a_processor_multiplies_by(
-    tmp_path: Path, dtype: torch.dtype, quantization: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packed = load(tmp_path / "llama", quantization, dtype)
-    monkeypatch.undo()
-    on_processor = load(tmp_path / "llama", quantization, dtype)
-    layers = [each for each in packed.modules() if isinstance(each, PackedLinear)]
-    modules = [each for each in on_processor.modules() if isinstance(each, nn.Linear)]
+def test_the_numbers_are_those_of_torchao(tmp_path: Path, dtype: torch.dtype, quantization: str) -> None:
+    plain, quantized = (load(tmp_path / "llama", each, dtype) for each in ("none", quantization))
+    modules = [each for each in plain.modules() if isinstance(each, nn.Linear)]
+    layers = layers_of(quantized)
     assert len(layers) == 2 * 7
     for layer, module in zip(layers, modules, strict=True):
         assert layer.panels is not None
         rows = kernel_of(layer.layout).expand(torch.arange(layer.out_features), layer.panels, layer.in_features)
+        torchao.quantization.quantize_(module, TORCHAO[quantization])
         # What a row of the identity gives, in the dtype of rows.
         given = module(torch.eye(layer.in_features, dtype=dtype)).t()
         tolerance = 2 * torch.finfo(dtype).eps * float(rows.abs().max())
         torch.testing.assert_close(rows.to(dtype), given, rtol=0, atol=tolerance)
-    packed.make_fused("library")
-    assert packed.fused is not None
+
+
+def test_quantised_projections_of_one_input_are_one_product(tmp_path: Path) -> None:
+    model = load(tmp_path / "llama", "int8")
+    model.make_fused()
+    assert model.fused is not None
     # Queries, keys and values are one product, and so are gate and up.
-    assert [type(each) for each in packed.fused.layers[0].projections] == [PackedLinear] * 4
+    assert [type(each) for each in model.fused.layers[0].projections] == [PackedLinear] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,11 +135,3 @@ def test_a_gpu_makes_the_panels_that_a_processor_makes(quantization: str, dtype:
         assert found is not None
         assert expected is not None
         assert torch.equal(gpu.numbers(found), expected)
-
-
-@pytest.mark.usefixtures("packing")
-def test_layers_that_no_block_divides_are_not_packed() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(40, 64))
-    quantize(model, "int8")
-    assert [type(each) for each in model] == [PackedLinear, nn.Linear]
-    assert is_plain(model[1])

@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from corolla.chassis.errors import SettingsError
 from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout
-from corolla.kernels.triton.availability import missing
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import PLAIN_TYPES
 from corolla.models.merged_experts import MergedPackedExperts, merged_names
-from corolla.models.packed.modules import fill_packed, packable_weights
+from corolla.models.packed.modules import fill_packed, packable_weights, refuse_device
 from corolla.models.quantized.description import Quantization
 from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, likely_layouts, weight_names
@@ -45,7 +44,7 @@ def layouts_of(
             and the answer relies on config.json and the names of tensors.
 
     Raises:
-        SettingsError: the checkpoint has no packed weights, or this device cannot multiply by them.
+        SettingsError: the checkpoint has no packed weights, or the device no kernels.
     """
     if quantization != PACKED:
         packed = [weight for weight in (weights or {}).values() if isinstance(weight, _PACKED_WEIGHT)]
@@ -57,11 +56,7 @@ def layouts_of(
             f"COROLLA_QUANTIZATION={PACKED!r} is for GGUF files and for weights of {', '.join(_METHODS)}, and "
             f"{checkpoint.name} has none; set it to none, int8 or int4."
         )
-    if device.type != "cpu" and (reason := missing() if device.type == "cuda" else "it has no kernels") is not None:
-        raise SettingsError(
-            f"COROLLA_QUANTIZATION={PACKED!r} does not work on {device.type}: {reason}. Set it to none, which expands "
-            "the weights."
-        )
+    refuse_device(PACKED, device)
     found: Mapping[str, Layout | None] = {}
     if checkpoint.gguf is not None:
         tensors = checkpoint.gguf.tensors

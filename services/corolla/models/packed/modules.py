@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corolla.chassis.errors import CheckpointError
+from corolla.chassis.errors import CheckpointError, SettingsError
 from corolla.kernels.layouts import Layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied
 from corolla.kernels.repacking import Panels, empty_panels, unpack
+from corolla.kernels.triton.availability import missing
 from corolla.models.packed.experts import EXPERT_WEIGHTS, PackedExperts, PackedExpertWeights, are_usual
 
 if TYPE_CHECKING:
@@ -209,6 +210,20 @@ def packable_weights(root: nn.Module) -> dict[str, tuple[int, ...]]:
             if not any(shape[1] % (2 * LANES) for shape in shapes.values()):
                 found |= shapes
     return found
+
+
+def refuse_device(quantization: str, device: torch.device) -> None:
+    """Refuses a device that cannot multiply by packed weights.
+
+    Raises:
+        SettingsError: the device has no kernels.
+    """
+    if device.type == "cpu":
+        return  # `kernel_of` says what this CPU lacks
+    if (reason := missing() if device.type == "cuda" else "it has no kernels") is not None:
+        raise SettingsError(
+            f"COROLLA_QUANTIZATION={quantization!r} does not work on {device.type}: {reason}. Set it to none."
+        )
 
 
 def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.dtype, device: torch.device) -> None:
