@@ -19,6 +19,9 @@ _STATES = {
     router_pb2.SERVER_STATE_READY: ("ready", "green"),
     router_pb2.SERVER_STATE_DRAINING: ("draining", "magenta"),
 }
+_LOADS = (
+    "num_sessions", "num_pages", "num_free_pages", "num_queued_steps", "decode_step_seconds", "resident_memory_bytes",
+)  # fmt: skip
 _BAR_WIDTH = 50
 _NUMERICS_CHARS = 8
 """So much of the digest for the blocks is enough to tell servers apart; the digest for the head is not shown."""
@@ -96,12 +99,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[
                 "numerics": placed.load.numerics,
                 "kernels": placed.load.kernels,
                 "fingerprint": placed.server.fingerprint,
-                "num_sessions": placed.load.num_sessions,
-                "num_pages": placed.load.num_pages,
-                "num_free_pages": placed.load.num_free_pages,
-                "num_queued_steps": placed.load.num_queued_steps,
-                "decode_step_seconds": placed.load.decode_step_seconds,
-                "resident_memory_bytes": placed.load.resident_memory_bytes,
+                **{name: getattr(placed.load, name) for name in _LOADS},
             }
             for placed in _in_order(placement)
         ],

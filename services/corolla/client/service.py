@@ -54,9 +54,8 @@ from corolla.http.endpoints import EndpointFactory
 from corolla.http.exchange import Limits
 from corolla.http.metrics import HttpMetrics
 from corolla.http.openapi import router
-from corolla.http.placement_facts import PlacementFacts, placement_facts
+from corolla.http.placement_facts import PlacementFacts, RecoveryLog, placement_facts
 from corolla.http.placement_stream import PlacementStream
-from corolla.http.recovery_log import RecoveryLog
 from corolla.http.routes import HttpRoutes
 from corolla.http.server import HttpServer
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of

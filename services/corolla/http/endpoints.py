@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from corolla.chassis.calls import Authenticate, Call, Guard
 from corolla.chassis.errors import CallerStalled, CorollaError, MethodNotAllowed, ResourceNotFound, ServiceStopping
 from corolla.client.api.tenants import KeyHolder
-from corolla.http.dialects import OPENAI, Dialect
+from corolla.http.errors import OPENAI, Dialect
 from corolla.http.exchange import Exchange, Limits
 from corolla.http.metrics import HttpMetrics
 from corolla.trust.origins import NO_ORIGINS, AllowedOrigins, OwnPages

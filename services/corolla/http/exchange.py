@@ -27,8 +27,7 @@ from corolla.http import body_faults
 from corolla.http.answers import PIECE_CHARS
 from corolla.http.body_values import check_values
 from corolla.http.connections import connection_of
-from corolla.http.dialects import OPENAI, Dialect
-from corolla.http.errors import headers_of, status_of
+from corolla.http.errors import OPENAI, Dialect, headers_of, status_of
 from corolla.http.field_paths import callers_path, shown
 from corolla.http.fields import Body as Fields
 from corolla.http.foreign_fields import ignored_fields

@@ -387,7 +387,7 @@ def as_input(given: str | list[int]) -> dict[str, Any]:
 def tag_of(given: Any, tags: Mapping[str, str], untyped: str = ANOTHER) -> str:
     """The tag of a part of a body, by the type that it names, before or after it is read.
 
-    Tags are no names of fields: both stand in the location of a fault.
+    A tag differs from every name of a field: both stand in the location of a fault.
 
     Args:
         tags: the tags by type; a part of any other type is `ANOTHER`.

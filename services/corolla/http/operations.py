@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from corolla.chassis.calls import Call
 from corolla.client.api.tenants import KeyHolder
-from corolla.http.dialects import OPENAI, Dialect
 from corolla.http.endpoints import Behaviour
+from corolla.http.errors import OPENAI, Dialect
 from corolla.http.exchange import Exchange
 
 Does = TypeVar("Does", bound=Callable[..., Awaitable["BaseModel | AsyncGenerator[str, None] | None"]])

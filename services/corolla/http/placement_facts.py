@@ -1,14 +1,16 @@
 """The placement in the form that callers may see. Pure.
 
-Callers see the servers and their load, but no addresses, no ids and nothing about sessions.
+Callers see the servers and their load, but no addresses, no ids and nothing about sessions. Clocks are passed in.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from pydantic import BaseModel, Field
 
+from corolla.chain.recovery_budget import RecoveryReport
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span, gaps
 
@@ -21,6 +23,9 @@ _STATES: Final[Mapping["pb.ServerState.ValueType", State]] = {
     pb.SERVER_STATE_DRAINING: "draining",
 }
 _NAME_CHARS: Final = 10
+MAX_ENTRIES: Final = 16
+TOGETHER_S: Final = 5.0
+"""Recoveries of the same cause and the same moves within this time are one entry."""
 
 
 class ServerFacts(BaseModel):
@@ -114,3 +119,39 @@ def _server(placed: pb.PlacedServer, num_answers: int) -> ServerFacts:
         batch_rows=round(load.decode_batch_rows, 2),
         step_seconds=round(load.decode_step_seconds, 6),
     )
+
+
+class RecoveryLog:
+    """Holds the newest MAX_ENTRIES recoveries of a client service. It names no sessions and no tenants.
+
+    Args:
+        clock: returns the seconds since 1970.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._entries: deque[RecoveryFacts] = deque(maxlen=MAX_ENTRIES)
+        self._num_entries = 0
+
+    def __iter__(self) -> Iterator[RecoveryFacts]:
+        """Iterates over the entries, oldest first."""
+        return iter(self._entries)
+
+    def add(self, report: RecoveryReport) -> None:
+        """Adds a recovery that has just ended."""
+        now_s, seconds = round(self._clock(), 3), round(report.seconds, 4)
+        moved = [
+            Moved(blocks=(each.blocks.start, each.blocks.end), lost=name_of(each.lost), found=name_of(each.found))
+            for each in report.moved
+        ]
+        for index, entry in enumerate(self._entries):
+            if (entry.cause, entry.moved) == (report.cause, moved) and now_s - entry.time < TOGETHER_S:
+                together = {"answers": entry.answers + 1, "seconds": max(entry.seconds, seconds)}
+                self._entries[index] = entry.model_copy(update=together)
+                return
+        self._num_entries += 1
+        self._entries.append(
+            RecoveryFacts(
+                number=self._num_entries, time=now_s, cause=report.cause, answers=1, seconds=seconds, moved=moved
+            )
+        )

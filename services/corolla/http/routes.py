@@ -20,7 +20,7 @@ from corolla.http import chat_replies, completions, message_replies, readings, r
 from corolla.http.answers import now_s
 from corolla.http.chat import ChatCompletionRequest
 from corolla.http.completions import CompletionRequest
-from corolla.http.dialects import ANTHROPIC
+from corolla.http.errors import ANTHROPIC
 from corolla.http.exchange import Exchange
 from corolla.http.fields import Body, ModelName
 from corolla.http.messages import CountTokensRequest, MessageRequest

@@ -10,8 +10,7 @@ from corolla.chassis import errors
 from corolla.chassis.status import from_reason
 from corolla.http.chat import ChatCompletionRequest
 from corolla.http.completions import CompletionRequest
-from corolla.http.dialects import ANTHROPIC
-from corolla.http.errors import body_of, facts_of, headers_of, status_of
+from corolla.http.errors import ANTHROPIC, body_of, facts_of, headers_of, status_of
 from corolla.http.field_paths import callers_path
 from corolla.http.messages import MessageRequest
 from corolla.http.readings import EmbeddingRequest, RerankRequest, ScoreRequest

@@ -24,8 +24,7 @@ from corolla.chassis.errors import (
 )
 from corolla.client.held_bytes import HeldBytes
 from corolla.http import message_replies
-from corolla.http.dialects import ANTHROPIC, OPENAI, Dialect
-from corolla.http.errors import status_of
+from corolla.http.errors import ANTHROPIC, OPENAI, Dialect, status_of
 from corolla.http.exchange import Exchange, Limits
 from corolla.http.foreign_fields import ignored_fields
 from corolla.http.messages import CountTokensRequest, MessageRequest

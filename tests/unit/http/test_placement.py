@@ -10,9 +10,15 @@ import pytest
 from corolla.chain.recovery_budget import MovedBlocks, RecoveryReport
 from corolla.chassis.errors import QueueFull, ServiceStopping, Unauthenticated
 from corolla.client.api.tenants import KeyHolder
-from corolla.http.placement_facts import PlacementFacts, name_of, placement_facts
+from corolla.http.placement_facts import (
+    MAX_ENTRIES,
+    TOGETHER_S,
+    PlacementFacts,
+    RecoveryLog,
+    name_of,
+    placement_facts,
+)
 from corolla.http.placement_stream import INTERVAL_S, PlacementStream
-from corolla.http.recovery_log import MAX_ENTRIES, TOGETHER_S, RecoveryLog
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
