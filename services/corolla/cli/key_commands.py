@@ -1,7 +1,7 @@
 """`corolla keys`: makes, lists and revokes callers' keys in a file."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -45,11 +45,9 @@ def new(
         made = NewKey(tenant, expires=expires, models=model or (), scopes=[Scope(each) for each in scope or ()])
     except ValueError as failure:
         raise StartupError(str(failure)) from None
-    with _changing(file):
-        text = _read(file) if file.exists() else ""
-        if text:
-            _parse(file, text)
-        _write(file, text + ("" if text.endswith("\n") or not text else "\n") + made.record.line + "\n")
+    with _changing(file) as write:
+        text, _ = _read(file) if file.exists() else ("", None)
+        write(text + ("" if text.endswith("\n") or not text else "\n") + made.record.line + "\n")
     sys.stdout.write(made.key + "\n")
     return 0
 
@@ -58,7 +56,8 @@ def new(
 def list_keys(file: File) -> int:
     """Lists the keys of a file without their secrets, each with its limits in the lines below."""
     now = datetime.now(UTC)
-    for record in _parse(file, _read(file)).records:
+    _, table = _read(file)
+    for record in table.records:
         if record.is_simple:
             sys.stdout.write(f"{'(no id)':16}  {record.tenant}\n")
             continue
@@ -81,53 +80,43 @@ def revoke(
     from corolla.chassis.errors import StartupError
     from corolla.client.api.keys import without_key
 
-    with _changing(file):
-        text = _read(file)
-        records = {record.id: record for record in _parse(file, text).records if not record.is_simple}
+    with _changing(file) as write:
+        text, table = _read(file)
+        records = {record.id: record for record in table.records if not record.is_simple}
         if key_id not in records:
             raise StartupError(f"{file} has no key {key_id}; `corolla keys list` shows the keys that it has")
         kept = without_key(text, key_id)
         if not any(line.strip() and not line.strip().startswith("#") for line in kept.splitlines()):
             # Client services reject a file without keys, so they would continue to accept this key from the old file.
             raise StartupError(f"{key_id} is the only key of {file}; add another one with `corolla keys new` first")
-        _write(file, kept)
+        write(kept)
     sys.stdout.write(f"revoked {key_id} of {records[key_id].tenant}\n")
     return 0
 
 
 @contextmanager
-def _changing(file: Path) -> Iterator[None]:
-    """Locks the file, so that no other process' change gets lost. Raises StartupError if the file cannot be written."""
+def _changing(file: Path) -> Iterator[Callable[[str], None]]:
+    """Locks the file, so that no other process' change gets lost, and yields what writes it. Raises StartupError."""
     from corolla.chassis.errors import StartupError
-    from corolla.chassis.private_files import changing
+    from corolla.chassis.private_files import changing, write_private
 
     try:
         with changing(file):
-            yield
+            yield lambda text: write_private(file, text.encode())
     except OSError as failure:
         raise StartupError(f"{file} cannot be written: {failure.strerror}") from None
 
 
-def _read(file: Path) -> str:
-    from corolla.chassis.errors import StartupError
-
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        raise StartupError(f"{file} cannot be read; check its path and permissions") from None
-
-
-def _parse(file: Path, text: str) -> "KeyTable":
+def _read(file: Path) -> "tuple[str, KeyTable]":
+    """The file's text, and its keys. Raises StartupError."""
     from corolla.chassis.errors import StartupError
     from corolla.client.api.keys import KeyTable
 
     try:
-        return KeyTable.parse(text)
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise StartupError(f"{file} cannot be read; check its path and permissions") from None
+    try:
+        return text, KeyTable.parse(text)
     except ValueError as failure:
         raise StartupError(f"{file}: {failure}") from None
-
-
-def _write(file: Path, text: str) -> None:
-    from corolla.chassis.private_files import write_private
-
-    write_private(file, text.encode())

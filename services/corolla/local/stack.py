@@ -125,13 +125,7 @@ class Stack:
         ended = time.perf_counter()
         imports_s = self._fork_server.warm_s if self._fork_server else 0.0
         self.start_s = {"model": prepared - started, "processes": ended - prepared, "imports": imports_s}
-        self._supervisor = Supervisor(
-            self.processes,
-            self.take_exits,
-            self.launch if self.options.restarts else None,
-            self.is_serving,
-            self._report,
-        )
+        self._supervisor = Supervisor(self, self._report)
         self._supervisor.start()
         report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
 

@@ -2,13 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from corolla.chassis.backoff import Backoff
 from corolla.local.fork_server import Exit
 from corolla.local.processes import ManagedProcess
+
+if TYPE_CHECKING:
+    from corolla.local.stack import Stack
 
 _POLL_S = 0.2
 
@@ -39,28 +42,15 @@ class Supervisor:
     """A thread that watches the processes of a running stack.
 
     Args:
-        processes: all processes of the stack.
-        take_exits: returns the ends of the processes that have ended since the last call.
-        launch: starts a process; None: the supervisor does not start dead processes again.
-        is_serving: takes the name of a process; returns whether that process says that it is ready.
         report: is called with each problem and restart.
     """
 
-    def __init__(
-        self,
-        processes: Iterable[ManagedProcess],
-        take_exits: Callable[[], Iterable[Exit]],
-        launch: Callable[[ManagedProcess], None] | None,
-        is_serving: Callable[[str], bool],
-        report: Report,
-    ) -> None:
-        self._take_exits = take_exits
-        self._launch = launch
-        self._is_serving = is_serving
+    def __init__(self, stack: "Stack", report: Report) -> None:
+        self._stack = stack
         self._report = report
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
-        self._processes = {process.name: process for process in processes}
+        self._processes = {process.name: process for process in stack.processes}
         self._backoffs = {name: Backoff() for name in self._processes}
         self._started_at = dict.fromkeys(self._processes, time.monotonic())
         self._due_at: dict[str, float] = {}
@@ -76,17 +66,16 @@ class Supervisor:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_POLL_S):
-            for ended in self._take_exits():
+            for ended in self._stack.take_exits():
                 if (process := self._processes.get(ended.name)) is not None:
                     self._take_note(process, ended)
             now = time.monotonic()
             for name in [name for name, due_at in self._due_at.items() if due_at <= now]:
                 del self._due_at[name]
-                if self._launch is not None:
-                    self._started_at[name] = now
-                    self._coming_up.add(name)
-                    self._launch(self._processes[name])
-            for name in [name for name in self._coming_up if self._is_serving(name)]:
+                self._started_at[name] = now
+                self._coming_up.add(name)
+                self._stack.launch(self._processes[name])
+            for name in [name for name in self._coming_up if self._stack.is_serving(name)]:
                 self._coming_up.discard(name)
                 self._report(StackEvent("recovered", name, "serves again"))
 
@@ -94,7 +83,7 @@ class Supervisor:
         name = process.name
         self._coming_up.discard(name)
         text = f"(process {ended.pid}) {ended.how}"
-        if self._launch is not None:
+        if self._stack.options.restarts:
             now = time.monotonic()
             delay_s = self._backoffs[name].delay_s(now - self._started_at[name])
             self._due_at[name] = now + delay_s
