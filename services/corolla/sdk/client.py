@@ -72,38 +72,38 @@ class Client:
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Completes a prompt: text, or token ids. See `GenerateOptions` for the options."""
         request = requests.generate_request(prompt, options)
-        answered = self._called(self._stub.Generate, request, timeout_s=options.get("timeout"))
+        answered = self._called(self._stub.Generate, request, options)
         return responses.generation(*answered)
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
         """Completes a prompt chunk by chunk."""
         request = requests.generate_request(prompt, options)
-        return self._stream(self._stub.GenerateStream, request, timeout_s=options.get("timeout"))
+        return self._stream(self._stub.GenerateStream, request, options)
 
     def complete_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
     ) -> Reply:
         """Answers a whole conversation, or a session's new messages. The answer may call tools; see `ChatOptions`."""
         request = requests.chat_request(messages, options, session)
-        return responses.reply(*self._called(self._stub.Chat, request, timeout_s=options.get("timeout")))
+        return responses.reply(*self._called(self._stub.Chat, request, options))
 
     def stream_chat(
         self, messages: Sequence[AnyMessage], *, session: str = "", **options: Unpack[ChatOptions]
     ) -> Stream:
         """Does the same as `complete_chat`, chunk by chunk."""
         request = requests.chat_request(messages, options, session)
-        return self._stream(self._stub.ChatStream, request, timeout_s=options.get("timeout"))
+        return self._stream(self._stub.ChatStream, request, options)
 
     def create_session(self, model: str = "", adapter: str = "") -> SessionInfo:
         request = pb.CreateSessionRequest(model=model, adapter=adapter)
-        return responses.session(self._call(self._stub.CreateSession, request))
+        return responses.session(self._answer(self._stub.CreateSession, request))
 
     def get_session(self, session_id: str) -> SessionInfo:
         request = pb.GetSessionRequest(session_id=session_id)
-        return responses.session(self._call(self._stub.GetSession, request))
+        return responses.session(self._answer(self._stub.GetSession, request))
 
     def delete_session(self, session_id: str) -> None:
-        self._call(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
+        self._answer(self._stub.DeleteSession, pb.DeleteSessionRequest(session_id=session_id))
 
     def tokenize(
         self,
@@ -123,7 +123,7 @@ class Client:
         request = requests.tokenize_request(
             text, model, special_tokens=special_tokens, tools=tools, template_arguments=template_arguments
         )
-        return responses.tokens(self._call(self._stub.Tokenize, request))
+        return responses.tokens(self._answer(self._stub.Tokenize, request))
 
     def score(
         self, prompt: Prompt, continuation: Prompt, *, logprobs: int | None = None, **options: Unpack[ReadOptions]
@@ -134,7 +134,7 @@ class Client:
             logprobs: how many of the most likely tokens to report for each token of the continuation, 0 to 20.
         """
         request = requests.score_request(prompt, continuation, options, logprobs)
-        return responses.score(self._call(self._stub.Score, request, timeout_s=options.get("timeout")))
+        return responses.score(self._answer(self._stub.Score, request, **options))
 
     def embed(
         self,
@@ -153,16 +153,16 @@ class Client:
             normalise: whether the vector has the length 1.
         """
         request = requests.embed_request(text, options, pooling, dimensions, is_normalised=normalise)
-        return responses.embedding(self._call(self._stub.Embed, request, timeout_s=options.get("timeout")))
+        return responses.embedding(self._answer(self._stub.Embed, request, **options))
 
     def models(self) -> tuple[Model, ...]:
         """Returns the models that the service has."""
-        listed = self._call(self._stub.ListModels, pb.ListModelsRequest())
+        listed = self._answer(self._stub.ListModels, pb.ListModelsRequest())
         return tuple(responses.model(each) for each in listed.models)
 
     def model(self, name: str) -> Model:
         """Returns one model by its name; see `models`."""
-        return responses.model(self._call(self._stub.GetModel, pb.GetModelRequest(model=name)))
+        return responses.model(self._answer(self._stub.GetModel, pb.GetModelRequest(model=name)))
 
     def chat(self, *, system: str | None = None, session: str | None = None, **options: Unpack[ChatOptions]) -> "Chat":
         """Returns a conversation whose messages the service keeps.
@@ -192,40 +192,29 @@ class Client:
     def __exit__(self, *_failure: object) -> None:
         self.close()
 
-    def _call(
-        self,
-        method: "grpc.UnaryUnaryMultiCallable[Any, Answered]",
-        request: ProtoMessage,
-        *,
-        timeout_s: float | None = None,
-    ) -> Answered:
-        answer, _ = self._called(method, request, timeout_s=timeout_s)
-        return answer
-
     def _called(
-        self,
-        method: "grpc.UnaryUnaryMultiCallable[Any, Answered]",
-        request: ProtoMessage,
-        *,
-        timeout_s: float | None = None,
+        self, method: "grpc.UnaryUnaryMultiCallable[Any, Answered]", request: ProtoMessage, options: Mapping[str, Any]
     ) -> tuple[Answered, tuple[str, ...]]:
+        """Returns the answer, and the places in the request that had no effect."""
         try:
             metadata = call_metadata(self._api_key)
-            return called(method, request, timeout=self._limit(timeout_s), metadata=metadata)
+            return called(method, request, timeout=self._limit(options), metadata=metadata)
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from None
 
+    def _answer(
+        self, method: "grpc.UnaryUnaryMultiCallable[Any, Answered]", request: ProtoMessage, **options: Any
+    ) -> Answered:
+        return (self._called(method, request, options))[0]
+
     def _stream(
-        self,
-        method: "grpc.UnaryStreamMultiCallable[Any, Any]",
-        request: ProtoMessage,
-        *,
-        timeout_s: float | None = None,
+        self, method: "grpc.UnaryStreamMultiCallable[Any, Any]", request: ProtoMessage, options: Mapping[str, Any]
     ) -> Stream:
-        call = partial(method, request, timeout=self._limit(timeout_s))
+        call = partial(method, request, timeout=self._limit(options))
         return Stream(begun(call, self._api_key), self.address)
 
-    def _limit(self, timeout_s: float | None) -> float | None:
+    def _limit(self, options: Mapping[str, Any]) -> float | None:
+        timeout_s: float | None = options.get("timeout")
         return self._timeout_s if timeout_s is None else timeout_s
 
 

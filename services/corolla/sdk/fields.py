@@ -1,6 +1,7 @@
 """Writes a caller's values into fields of a request. Errors name a value by the caller's name for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from google.protobuf.message import Message as ProtoMessage
 
@@ -15,6 +16,12 @@ def set_field(message: ProtoMessage, field: str, value: object, name: str) -> No
         setattr(message, field, value)
     except (TypeError, ValueError):
         raise InvalidRequest(name, f"{_kind(value)} does not fit; {_expectation(message, field)}") from None
+
+
+def set_fields(message: ProtoMessage, values: Mapping[str, Any], *names: str, **renamed: str) -> None:
+    """Sets the fields of these names, and the `renamed` ones by the caller's names for them; see `set_field`."""
+    for name, field in {**dict(zip(names, names, strict=True)), **renamed}.items():
+        set_field(message, field, values.get(name), name)
 
 
 def extend_field(message: ProtoMessage, field: str, values: Iterable[object], name: str) -> None:

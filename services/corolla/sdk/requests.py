@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypedDict, runtime_checkable
 
 from corolla.chassis.errors import InvalidRequest
-from corolla.sdk.fields import extend_field, set_field
+from corolla.sdk.fields import extend_field, set_field, set_fields
 from corolla.sdk.messages import AnyMessage, add_messages
 from corolla.sdk.tools import AnyTool, AnyToolChoice, add_tools, set_tool_choice
 from corolla.v1 import generation_pb2 as pb
@@ -167,9 +167,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     _refuse_unknown(options, GenerateOptions)
     request = pb.GenerateRequest()
     _set_prompt(request, prompt, "text", "tokens", "prompt")
-    set_field(request, "session_id", options.get("session"), "session")
-    set_field(request, "num_completions", options.get("n"), "n")
-    set_field(request, "echo", options.get("echo"), "echo")
+    set_fields(request, options, "echo", session="session_id", n="num_completions")
     _set_shared(request, options)
     return request
 
@@ -214,8 +212,7 @@ def _set_prompt(
 
 def _set_read(request: pb.ScoreRequest | pb.EmbedRequest, options: ReadOptions) -> None:
     _refuse_unknown(options, ReadOptions)
-    for name in ("model", "adapter", "cache_salt"):
-        set_field(request, name, options.get(name), name)
+    set_fields(request, options, "model", "adapter", "cache_salt")
 
 
 def chat_request(messages: Sequence[AnyMessage], options: ChatOptions, session_id: str = "") -> pb.ChatRequest:
@@ -229,9 +226,7 @@ def chat_request(messages: Sequence[AnyMessage], options: ChatOptions, session_i
     request = pb.ChatRequest()
     add_messages(request.messages, messages)
     set_field(request, "session_id", session_id, "session")
-    set_field(request, "num_completions", options.get("n"), "n")
-    for name in ("parallel_tool_calls", "continue_last_message"):
-        set_field(request, name, options.get(name), name)
+    set_fields(request, options, "parallel_tool_calls", "continue_last_message", n="num_completions")
     if (choice := options.get("tool_choice")) is not None:
         set_tool_choice(request.tool_choice, choice)
     _set_template(request, options.get("tools"), options.get("template_arguments"))
@@ -279,11 +274,9 @@ _SPECULATION_MODES = {
 
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
-    for name in ("model", "adapter", "logprobs", "request_id", "cache_salt"):
-        set_field(request, name, options.get(name), name)
+    set_fields(request, options, "model", "adapter", "logprobs", "request_id", "cache_salt")
     _set_received(request, options.get("resume_from"))
-    for name in _SAMPLING:
-        set_field(request.sampling, name, options.get(name), name)
+    set_fields(request.sampling, options, *_SAMPLING)
     _set_biases(request.sampling, options.get("logit_bias"))
     if (form := options.get("response_format")) is not None:
         set_format(request.response_format, form)
@@ -292,10 +285,9 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
         if not isinstance(speculation, str) or speculation not in _SPECULATION_MODES:
             raise InvalidRequest("speculation", f"must be one of {', '.join(_SPECULATION_MODES)}")
         request.speculation.mode = _SPECULATION_MODES[speculation]
-    set_field(request.speculation, "max_draft_tokens", options.get("max_draft_tokens"), "max_draft_tokens")
+    set_fields(request.speculation, options, "max_draft_tokens")
     stopping = request.stopping
-    set_field(stopping, "max_tokens", options.get("max_tokens"), "max_tokens")
-    set_field(stopping, "ignore_eos", options.get("ignore_eos"), "ignore_eos")
+    set_fields(stopping, options, "max_tokens", "ignore_eos")
     stop = options.get("stop")
     if stop is not None:
         extend_field(stopping, "stop", [stop] if isinstance(stop, str) else stop, "stop")

@@ -1,10 +1,14 @@
 """Turns the service's messages into values of `corolla.sdk.results`."""
 
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message as ProtoMessage
 
 from corolla.sdk import results
 from corolla.v1 import generation_pb2 as pb
+
+Value = TypeVar("Value")
 
 _FINISH_REASONS: dict[int, results.FinishReason] = {
     pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in results.FinishReason
@@ -12,17 +16,13 @@ _FINISH_REASONS: dict[int, results.FinishReason] = {
 
 
 def usage(message: pb.Usage) -> results.Usage:
-    return results.Usage(
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        cached_tokens=message.cached_tokens,
-        recoveries=message.recoveries,
+    return _value(
+        results.Usage,
+        message,
         stall_s=message.stall_seconds,
         time_to_first_token_s=message.time_to_first_token_seconds,
         total_s=message.total_seconds,
-        drafted_tokens=message.drafted_tokens,
-        accepted_tokens=message.accepted_tokens,
-        may_differ_from_token=(message.may_differ_from_token if message.HasField("may_differ_from_token") else None),
+        may_differ_from_token=message.may_differ_from_token if message.HasField("may_differ_from_token") else None,
     )
 
 
@@ -109,20 +109,17 @@ def tokens(message: pb.TokenizeResponse) -> results.Tokens:
 
 
 def model(message: pb.Model) -> results.Model:
-    # The fields of `Model` have the same names as in the protocol.
-    return results.Model(**{each.name: getattr(message, each.name) for each in fields(results.Model)})
+    return _value(results.Model, message)
 
 
 def session(message: pb.Session) -> results.SessionInfo:
-    return results.SessionInfo(
-        session_id=message.session_id,
-        model=message.model,
-        num_tokens=message.num_tokens,
-        num_turns=message.num_turns,
-        busy=message.busy,
-        expires_in_s=message.expires_in_seconds,
-        adapter=message.adapter,
-    )
+    return _value(results.SessionInfo, message, expires_in_s=message.expires_in_seconds)
+
+
+def _value(kind: Callable[..., Value], message: ProtoMessage, **others: Any) -> Value:
+    """A value of a class whose fields have the same names as in the protocol, apart from `others`."""
+    names = kind.__annotations__.keys() - others.keys()
+    return kind(**{name: getattr(message, name) for name in names}, **others)
 
 
 def _logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[results.TokenLogprob, ...]:
