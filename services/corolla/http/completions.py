@@ -8,6 +8,7 @@ from annotated_types import MaxLen
 from pydantic import BaseModel, Field
 
 from corolla.chassis.errors import InvalidRequest
+from corolla.http import log_probabilities
 from corolla.http.answers import (
     DONE,
     FINISH_REASONS,
@@ -22,7 +23,6 @@ from corolla.http.answers import (
 from corolla.http.field_paths import Paths
 from corolla.http.fields import AnswerFields, Int32, ListOf, TokenIds, are_several, as_input, inputs_of
 from corolla.http.foreign_fields import OF_COMPLETIONS
-from corolla.http.log_probabilities import CompletionLogprobsBuilder, CompletionLogprobsText
 from corolla.v1 import generation_pb2 as pb
 
 MAX_PROMPTS: Final = 64
@@ -154,8 +154,8 @@ def _best(completions: Sequence[pb.Completion], number: int) -> Sequence[pb.Comp
     return sorted(completions, key=mean, reverse=True)[:number]
 
 
-async def _prompt_logprobs(prompt: pb.EchoedPrompt) -> CompletionLogprobsText:
-    text = CompletionLogprobsText()
+async def _prompt_logprobs(prompt: pb.EchoedPrompt) -> log_probabilities.CompletionLogprobs:
+    text = log_probabilities.CompletionLogprobs()
     await text.add(prompt.logprobs, prompt.first if prompt.token_ids else None)
     return text
 
@@ -164,20 +164,19 @@ class _LogprobsOfStreams:
     """The log probabilities of the chunks of several answers. Those of an echoed prompt are made once."""
 
     def __init__(self) -> None:
-        self._builders: dict[int, CompletionLogprobsBuilder] = {}
-        self._prompts: dict[int, CompletionLogprobsText] = {}
+        self._answers: dict[int, log_probabilities.CompletionLogprobs] = {}
+        self._prompts: dict[int, log_probabilities.CompletionLogprobs] = {}
 
     async def of(self, number: int, index: int, chunk: pb.GenerateChunk) -> Sequence[str]:
         """The pieces of the JSON for a chunk of answer `index`, which is one to prompt `number`."""
         if chunk.HasField("prompt"):
             self._prompts[number] = await _prompt_logprobs(chunk.prompt)
-        if index not in self._builders and number in self._prompts:
-            begun = self._prompts[number].copy()
+        if index not in self._answers and number in self._prompts:
+            begun = self._answers[index] = self._prompts[number].copy()
             await begun.add(chunk.logprobs)
-            self._builders[index] = begun.builder
             return list(begun.pieces())
-        builder = self._builders.setdefault(index, CompletionLogprobsBuilder())
-        return [compact(builder.facts(chunk.logprobs)) if chunk.logprobs else "null"]
+        answer = self._answers.setdefault(index, log_probabilities.CompletionLogprobs())
+        return [compact(answer.facts(chunk.logprobs)) if chunk.logprobs else "null"]
 
 
 async def events(

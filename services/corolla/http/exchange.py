@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from corolla.chassis.calls import x_request_id
@@ -88,9 +88,8 @@ class Exchange:
         metrics: HttpMetrics,
         dialect: Dialect = OPENAI,
     ) -> None:
-        self.request = Request(scope)
+        self.request = Request(scope, receive)
         self.headers = self.request.headers
-        self._receive = receive
         self._send = send
         self._limits = limits
         self._metrics = metrics
@@ -176,20 +175,17 @@ class Exchange:
             raise self._too_large(int(length))
         try:
             async with asyncio.timeout(limits.read_timeout_s):
-                while not self._is_read:
-                    message = await self._receive()
-                    if message["type"] != "http.request":
-                        self.is_left = True
-                        raise asyncio.CancelledError
-                    part = message.get("body", b"")
-                    self._is_read = not message.get("more_body", False)
+                async for part in self.request.stream():
                     num_bytes += len(part)
                     if num_bytes > limits.max_bytes:
                         raise self._too_large(num_bytes)
                     self.held.take(len(part))
                     parts.append(part)
+        except ClientDisconnect:
+            self._leave()
         except TimeoutError:
             raise DeadlineExceeded(f"the request did not come within {limits.read_timeout_s:g} seconds") from None
+        self._is_read = True
         self._watching = asyncio.create_task(self._watch(asyncio.current_task()))
         return b"".join(parts)
 
@@ -201,7 +197,7 @@ class Exchange:
 
     async def _watch(self, handling: asyncio.Task[Any] | None) -> None:
         """Cancels the task that handles the request when its caller leaves."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.request.receive())["type"] != "http.disconnect":
             pass
         self.is_left = True
         if handling is not None:
@@ -352,7 +348,7 @@ class Exchange:
             return
         try:
             async with asyncio.timeout(_LINGER_S):
-                while (message := await self._receive())["type"] == "http.request" and message.get("more_body"):
+                while (message := await self.request.receive())["type"] == "http.request" and message.get("more_body"):
                     pass
         except TimeoutError:
             pass

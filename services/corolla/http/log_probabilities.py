@@ -20,12 +20,16 @@ def logprob_texts(entries: Sequence[pb.TokenLogprob]) -> AsyncGenerator[str, Non
     return list_texts(entries, PIECE_TOKENS, logprob_facts)
 
 
-class CompletionLogprobsBuilder:
-    """The form of completions, for the tokens of one text in their order, which may come in several parts."""
+class CompletionLogprobs:
+    """The form of completions, for the tokens of one text in their order, which may come in several parts.
+
+    The JSON of long parts is made in pieces, between which other tasks run.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        self._parts: dict[str, list[str]] = {}
 
     def facts(self, entries: Sequence[pb.TokenLogprob], first: pb.TokenLogprob | None = None) -> dict[str, Any]:
         """The facts of the next tokens.
@@ -42,50 +46,36 @@ class CompletionLogprobsBuilder:
             "text_offset": [self._advance(entry) for entry in all_entries],
         }
 
-    def copy(self) -> Self:
-        """Another builder, for texts that begin as this one's."""
-        copy = type(self)()
-        copy._offset = self._offset
-        copy._decoder.setstate(self._decoder.getstate())
-        return copy
-
-    def _advance(self, entry: pb.TokenLogprob) -> int:
-        """Counts the characters before the token; a character of several tokens counts with the last of them."""
-        offset = self._offset
-        self._offset += len(self._decoder.decode(_bytes(entry)))
-        return offset
-
-
-class CompletionLogprobsText:
-    """The form of completions in JSON, made in pieces between which other tasks run."""
-
-    def __init__(self) -> None:
-        self.builder = CompletionLogprobsBuilder()
-        self._parts: dict[str, list[str]] = {}
-
     async def add(self, entries: Sequence[pb.TokenLogprob], first: pb.TokenLogprob | None = None) -> None:
-        """Adds the next tokens, as `CompletionLogprobsBuilder.facts` does."""
+        """Adds the facts of the next tokens to the JSON."""
         for start in range(0, max(1, len(entries)), PIECE_TOKENS):
-            facts = self.builder.facts(entries[start : start + PIECE_TOKENS], None if start else first)
+            facts = self.facts(entries[start : start + PIECE_TOKENS], None if start else first)
             for name, values in facts.items():
                 self._parts.setdefault(name, []).extend([compact(values)[1:-1]] if values else [])
             await asyncio.sleep(0)
 
     def copy(self) -> Self:
-        """Another text that begins as this one. The two share what they have in common."""
+        """The same for a text that begins as this one. The two share what they have in common."""
         copy = type(self)()
-        copy.builder = self.builder.copy()
+        copy._offset = self._offset
+        copy._decoder.setstate(self._decoder.getstate())
         copy._parts = {name: [*parts] for name, parts in self._parts.items()}
         return copy
 
     def pieces(self) -> Iterator[str]:
-        """The pieces of the text."""
+        """The pieces of the JSON of all tokens that were added."""
         for number, (name, parts) in enumerate(self._parts.items()):
             yield f'{"," if number else "{"}"{name}":['
             for place, part in enumerate(parts):
                 yield f",{part}" if place else part
             yield "]"
         yield "}"
+
+    def _advance(self, entry: pb.TokenLogprob) -> int:
+        """Counts the characters before the token; a character of several tokens counts with the last of them."""
+        offset = self._offset
+        self._offset += len(self._decoder.decode(_bytes(entry)))
+        return offset
 
 
 def _top(entry: pb.TokenLogprob) -> Sequence[pb.TokenLogprob]:

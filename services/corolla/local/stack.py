@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Self
 
 import grpc
@@ -308,14 +309,9 @@ class Stack:
         for process in (*servers, self._client):
             self.launch(process)
             self._report(StackEvent("step", process.name, f"starting at {process.address}"))
-        waiting = [process.name for process in (*servers, self._client)]
-        while waiting:
-            name = next((each for each in waiting if self.is_serving(each)), None)
-            if name is not None:
-                waiting.remove(name)
-                self._report(StackEvent("step", name, "serves"))
-                continue
-            self._wait_until(lambda: any(self.is_serving(each) for each in waiting), f"{waiting[0]} serves")
+        for process in (*servers, self._client):
+            self._wait_until(partial(self.is_serving, process.name), f"{process.name} serves")
+            self._report(StackEvent("step", process.name, "serves"))
 
     def _plan(self, planned: Iterable[ManagedProcess]) -> None:
         for process in planned:
