@@ -26,10 +26,7 @@ def add_to(app: typer.Typer) -> None:
 @adapters.command()
 def add(
     name: Name,
-    source: Annotated[
-        str,
-        typer.Argument(help="Folder that PEFT wrote; with --revision, a hub id."),
-    ],
+    source: Annotated[str, typer.Argument(help="Folder that PEFT wrote; with --revision, a hub id.")],
     source_as: Annotated[
         str, typer.Option(help="The folder's path on the block servers, if it differs from the path here.")
     ] = "",

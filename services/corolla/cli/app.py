@@ -42,8 +42,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print version and commit."),
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print version and commit.")
     ] = False,
 ) -> None:
     pass

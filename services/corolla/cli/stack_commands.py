@@ -34,8 +34,7 @@ def up(
         typer.Option(min=1, help="Block servers, with even parts of the model.", show_default="2; one for each GPU"),
     ] = None,
     blocks: Annotated[
-        str,
-        typer.Option(help='A span for each block server, such as "0:10,10:30", or auto, to let the router choose.'),
+        str, typer.Option(help='A span for each block server, such as "0:10,10:30", or auto, to let the router choose.')
     ] = "",
     port: Annotated[
         int | None,
@@ -64,8 +63,7 @@ def up(
         typer.Option(envvar="COROLLA_REDIS_URL", help="Address of a running Redis.", show_default="start one"),
     ] = None,
     dtype: Annotated[
-        DtypeOption | None,
-        typer.Option(help="Type of weights and cache.", show_default="float32; bfloat16 on GPUs"),
+        DtypeOption | None, typer.Option(help="Type of weights and cache.", show_default="float32; bfloat16 on GPUs")
     ] = None,
     device: Annotated[
         str,

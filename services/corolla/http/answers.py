@@ -45,7 +45,7 @@ class Disturbances(BaseModel):
     stall_seconds: float = Field(description="How many seconds recoveries stalled the answer.")
     may_differ_from_token: int | None = Field(
         description="Set if a hop was replaced by a server of other numerics: how many first tokens of an answer are "
-        "surely equal to an undisturbed answer's.",
+        "surely equal to an undisturbed answer's."
     )
 
 

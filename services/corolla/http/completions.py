@@ -68,13 +68,7 @@ class CompletionRequest(AnswerFields):
         logprobs = 0 if self.logprobs is None and best_of > self.num_completions else self.logprobs
         shared = {**self.shared(self.max_tokens), "num_completions": best_of if self.best_of else self.n}
         return (
-            pb.GenerateRequest(
-                **shared,
-                logprobs=logprobs,
-                echo=bool(self.echo),
-                **as_input(each),
-            )
-            for each in prompts
+            pb.GenerateRequest(**shared, logprobs=logprobs, echo=bool(self.echo), **as_input(each)) for each in prompts
         )
 
     def paths(self, number: int = 0) -> Paths:

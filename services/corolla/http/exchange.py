@@ -14,13 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from corolla.chassis.calls import x_request_id
-from corolla.chassis.errors import (
-    CallerStalled,
-    CorollaError,
-    DeadlineExceeded,
-    MalformedMessage,
-    MessageTooLarge,
-)
+from corolla.chassis.errors import CallerStalled, CorollaError, DeadlineExceeded, MalformedMessage, MessageTooLarge
 from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
 from corolla.client.held_bytes import HeldBytes, Holding
 from corolla.http import body_faults

@@ -113,8 +113,4 @@ def _legacy_name(entry: pb.TokenLogprob) -> str:
 
 
 def _token_facts(entry: pb.TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": _escaped_bytes(entry) or entry.text,
-        "logprob": entry.logprob,
-        "bytes": list(_bytes(entry)),
-    }
+    return {"token": _escaped_bytes(entry) or entry.text, "logprob": entry.logprob, "bytes": list(_bytes(entry))}

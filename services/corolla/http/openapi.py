@@ -53,10 +53,7 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Corolla", "version": "1"},
         "paths": paths,
-        "components": {
-            "schemas": definitions["$defs"],
-            "securitySchemes": _SCHEMES,
-        },
+        "components": {"schemas": definitions["$defs"], "securitySchemes": _SCHEMES},
     }
 
 

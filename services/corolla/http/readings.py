@@ -131,13 +131,7 @@ def _pair(model: str, query: str, document: str, cache_salt: str) -> pb.ScoreReq
 
 def _paths_of_pair(query: str, document: str) -> Paths:
     """Maps the fields of a pair in the protocol to the paths of a query and a document."""
-    return {
-        "adapter": "model",
-        "continuation": query,
-        "continuation_text": query,
-        "text": document,
-        "prompt": document,
-    }
+    return {"adapter": "model", "continuation": query, "continuation_text": query, "text": document, "prompt": document}
 
 
 def _relevance(found: pb.ScoreResponse) -> float:

@@ -27,28 +27,10 @@ from corolla.http.messages import CountTokensRequest, MessageRequest
 from corolla.http.operations import operation
 from corolla.http.placement_facts import PlacementFacts
 from corolla.http.placement_stream import PlacementStream
-from corolla.http.readings import (
-    EmbeddingRequest,
-    Ranking,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-)
+from corolla.http.readings import EmbeddingRequest, Ranking, RerankRequest, ScoreList, ScoreRequest
 from corolla.http.response_replies import Reply, input_items
-from corolla.http.responses import (
-    ItemsQuery,
-    ReplayQuery,
-    ResponseRequest,
-    StoredTurn,
-    new_response_id,
-    not_stored,
-)
-from corolla.http.tokenization import (
-    Detokenized,
-    DetokenizeRequest,
-    TokenizeRequest,
-    TokenizerFacts,
-)
+from corolla.http.responses import ItemsQuery, ReplayQuery, ResponseRequest, StoredTurn, new_response_id, not_stored
+from corolla.http.tokenization import Detokenized, DetokenizeRequest, TokenizeRequest, TokenizerFacts
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
 

@@ -19,14 +19,7 @@ from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptio
 from corolla.sdk.results import Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.streams import Stream
 from corolla.sdk.tools import AnyTool
-from corolla.sdk.transport import (
-    CHANNEL_OPTIONS,
-    ApiKey,
-    begun,
-    call_metadata,
-    called,
-    error_of,
-)
+from corolla.sdk.transport import CHANNEL_OPTIONS, ApiKey, begun, call_metadata, called, error_of
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
