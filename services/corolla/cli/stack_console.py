@@ -12,8 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from corolla.cli.placement_table import placement_table
-from corolla.local.stack import Stack
-from corolla.local.supervisor import StackEvent
+from corolla.local.stack import Stack, StackEvent
 from corolla.v1 import router_pb2
 
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green", "bright_cyan", "bright_magenta", "bright_blue")

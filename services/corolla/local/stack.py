@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import grpc
 
+from corolla.chassis.backoff import Backoff
 from corolla.chassis.errors import StartupError
 from corolla.local import processes, readiness
 from corolla.local.fork_server import Exit, ForkServer
@@ -27,19 +29,41 @@ from corolla.local.options import (
 from corolla.local.ports import Ports
 from corolla.local.processes import LOOPBACK, ManagedProcess
 from corolla.local.redis_server import write_configuration
-from corolla.local.supervisor import Report, StackEvent, Supervisor, ignore
 from corolla.trust.loopback import VARIABLE
 from corolla.trust.workload import Role
 from corolla.v1 import router_pb2
 from corolla.wire.network import Network
 
 _POLL_S = 0.05
+_LOOK_INTERVAL_S = 0.2
 # The modules that children import. While one child works, the fork server imports the modules of the next children, so
 # that these children have them from the start.
 _MODULES_OF_FETCH = ("corolla.models.checkpoint",)
 _MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 _STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
+
+
+@dataclass(frozen=True, slots=True)
+class StackEvent:
+    """An event of a stack.
+
+    Attributes:
+        kind: a "step" of the start, "ready" at its end, a "problem", or "recovered" after a problem.
+        source: the name of the process that the event is about, or "model" or "stack".
+        text: a description for people.
+    """
+
+    kind: Literal["step", "ready", "problem", "recovered"]
+    source: str
+    text: str
+
+
+Report = Callable[[StackEvent], None]
+
+
+def ignore(_event: StackEvent) -> None:
+    """A `Report` that drops the event."""
 
 
 class Stack:
@@ -69,7 +93,7 @@ class Stack:
         self._processes: dict[str, ManagedProcess] = {}
         self._probes: dict[str, readiness.Probe] = {}
         self._fork_server: ForkServer | None = None
-        self._supervisor: Supervisor | None = None
+        self._supervisor: _Supervisor | None = None
         self._environment: dict[str, str] = {}
         self._identities: StackIdentities | None = None
         self._ports = Ports()
@@ -126,7 +150,7 @@ class Stack:
         ended = time.perf_counter()
         imports_s = self._fork_server.warm_s if self._fork_server else 0.0
         self.start_s = {"model": prepared - started, "processes": ended - prepared, "imports": imports_s}
-        self._supervisor = Supervisor(self, self._report)
+        self._supervisor = _Supervisor(self, self._report)
         self._supervisor.start()
         report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
 
@@ -365,6 +389,59 @@ class Stack:
             self._report(StackEvent("problem", name, f"did not end within {self.options.grace_s:.0f} s; killed"))
             fork_server.signal(name, signal.SIGKILL)
         fork_server.wait_gone(names, self.options.grace_s)
+
+
+class _Supervisor:
+    """A thread that watches the processes of a running stack.
+
+    Args:
+        report: is called with each problem and restart.
+    """
+
+    def __init__(self, stack: Stack, report: Report) -> None:
+        self._stack = stack
+        self._report = report
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._processes = {process.name: process for process in stack.processes}
+        self._backoffs = {name: Backoff() for name in self._processes}
+        self._started_at = dict.fromkeys(self._processes, time.monotonic())
+        self._due_at: dict[str, float] = {}
+        self._coming_up: set[str] = set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_LOOK_INTERVAL_S):
+            for ended in self._stack.take_exits():
+                if (process := self._processes.get(ended.name)) is not None:
+                    self._take_note(process, ended)
+            now = time.monotonic()
+            for name in [name for name, due_at in self._due_at.items() if due_at <= now]:
+                del self._due_at[name]
+                self._started_at[name] = now
+                self._coming_up.add(name)
+                self._stack.launch(self._processes[name])
+            for name in [name for name in self._coming_up if self._stack.is_serving(name)]:
+                self._coming_up.discard(name)
+                self._report(StackEvent("recovered", name, "serves again"))
+
+    def _take_note(self, process: ManagedProcess, ended: Exit) -> None:
+        name = process.name
+        self._coming_up.discard(name)
+        text = f"(process {ended.pid}) {ended.how}"
+        if self._stack.options.restarts:
+            now = time.monotonic()
+            delay_s = self._backoffs[name].delay_s(now - self._started_at[name])
+            self._due_at[name] = now + delay_s
+            text += f"; starting it again in {delay_s:.1f} s"
+        self._report(StackEvent("problem", name, text))
 
 
 def _choose(ports: Ports, wanted: int | None, usual: int, what: str, host: str) -> int:
