@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -265,12 +266,11 @@ class _Hop:
     @staticmethod
     @torch.inference_mode()
     def _record(runner: SpanRunner, device: _Device, num_rows: int) -> None:
-        fused = runner.model.fused
-        assert fused is not None
         runner.warm_up()
         like = torch.empty(0, runner.model.hidden_size)
         buffers = DecodeBuffers(runner.store, num_rows, runner.store.pool.num_pages * 32, like)
-        runner.decode_graphs = _Unrecorded(fused, 1, buffers, runner.backend, device.record, (num_rows,))
+        blocks: Any = SimpleNamespace(span=runner.model.fused, low_rank=None)
+        runner.decode_graphs = _Unrecorded(blocks, buffers, runner.backend, device.record, (num_rows,))
 
 
 class _Ring:

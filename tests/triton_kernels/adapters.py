@@ -44,8 +44,7 @@ def test_batches_of_adapters_equal_peft_and_rows_keep_their_bits_in_recorded_ste
     folders = [make_adapter(folder, tmp_path / f"{seed}", seed=seed, **kind) for seed, kind in enumerate(KINDS)]
     span = load_span(Checkpoint.from_pretrained(str(folder)), BLOCKS, dtype=torch.float32, device=DEVICE)
     runner = SpanRunner(span, num_pages=60, page_tokens=8, attention="triton", has_scratch_page=True)
-    assert runner.triton is not None
-    assert runner.low_rank is not None
+    assert runner.kernel_choices.adapters == "triton"
     adapters: list[SpanAdapter | None] = [None, *(load_adapter(each, span, 2) for each in folders)]
     states = [AdaptedModel(folder, each).hidden_states(TEXT) for each in (None, *folders)]
     inputs = states[0][0]

@@ -158,7 +158,7 @@ def test_products_that_pad_their_rows_get_a_step_that_is_padded_once(
     for linear_layer in linears[num_others:]:
         linear_layer.invariant = Counted("ladder", triton_product, (1, 2, 4, 8, 16))
     monkeypatch.setattr(triton_blocks, "SHORT_STEP", short_step)
-    runner.triton = TritonBlocks(runner.model.fused)
+    runner.blocks = TritonBlocks(runner.model.fused)
     # Memory that is not written holds NaN.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)

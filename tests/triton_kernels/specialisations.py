@@ -131,7 +131,7 @@ def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
     assert runner.kernel_choices.blocks == "triton"
     assert num_packed_experts(runner) == (2 * len(blocks) if packed else 0)
     adapters: list[SpanAdapter | None] = [None]
-    if runner.low_rank is not None:
+    if runner.kernel_choices.adapters == "triton":
         adapters += [load_adapter(make_adapter(folder, tmp_path / "adapter"), span, 2)]
     runner.warm_up()
     known, keys.found, keys.runs = keys.found, set(), False

@@ -1,14 +1,20 @@
-"""What every way to compute blocks has in common: rows of sessions, the batch that they become, and four methods."""
+"""What every way to compute blocks has in common: rows of sessions, the step that they become, and one method.
 
+A `BlockRunner` prepares, launches and finishes steps, whatever way computes them.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from corolla.cache.store import SessionCache
+from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.prompts import BlockPrompts
-from corolla.models.adapters.products import SpanAdapter
+from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
 
@@ -40,6 +46,63 @@ class RowWork(NamedTuple):
     def takes_prompts(self) -> bool:
         """Trained prompts are added to some of the new tokens."""
         return self.prompts is not None and self.position < self.prompts.values.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """What all blocks of a step share. The new tokens of all rows lie one after another.
+
+    Attributes:
+        rows: the rows; a recorded step has none.
+        position_ids: int64 `[N]` of all new tokens, on the device of hidden states.
+        end: a number above all positions.
+        batch: the rows, as attention takes them.
+        adapters: the rows' adapters, as `Blocks.adapters` returns them.
+    """
+
+    rows: Sequence[RowWork]
+    position_ids: Tensor
+    end: int
+    batch: AttentionBatch
+    adapters: Any = None
+
+
+class Blocks(ABC):
+    """A way to compute the blocks of a span.
+
+    Args:
+        stacks: the stacked copies of adapters.
+        device: the device of the blocks.
+
+    Attributes:
+        name: see `KernelChoices.blocks`.
+        adapter_product: see `KernelChoices.adapters`.
+    """
+
+    name: str
+    adapter_product = "torch"
+
+    def __init__(self, stacks: AdapterStacks, device: torch.device) -> None:
+        self._stacks = stacks
+        self._device = device
+
+    def adapters(self, rows: Sequence[RowWork]) -> Any:
+        """The rows' adapters in the form that `forward` takes; None if no row has one."""
+        if all(row.adapter is None for row in rows):
+            return None
+        return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self._stacks, self._device)
+
+    @abstractmethod
+    def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """Runs some of the layers over the new tokens of all rows.
+
+        Args:
+            hidden: `[N, H]`, the input of the first layer, in the model's dtype on its device; it is not changed.
+            layers: the layers' indices within the span; neighbours, except in a step without rows.
+
+        Returns:
+            The output of the last layer, `[N, H]` in the same dtype, on the same device.
+        """
 
 
 @dataclass(frozen=True, slots=True)

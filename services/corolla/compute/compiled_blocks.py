@@ -23,6 +23,7 @@ from corolla.compute.attention.compiled_attention import (
     next_token_module,
     tables_of,
 )
+from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.compute.layer_trial import LayerTrial
 from corolla.kernels.attention_text import HeadShape
 from corolla.kernels.block_source import (
@@ -41,7 +42,7 @@ from corolla.kernels.kernel_trial import try_kernel
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
-from corolla.models.adapters.products import SpanAdapter
+from corolla.models.adapters.products import AdapterStacks, SpanAdapter
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, Projection, RmsNorm
 from corolla.models.linear import DenseLinear
 from corolla.models.packed.modules import PackedLinear
@@ -56,7 +57,7 @@ _END: Final = [name for _, name in STEP].index("end")
 _COUNTERS: Final = [name for _, name in STEP].index("counters")
 
 
-class CompiledBlocks:
+class CompiledBlocks(Blocks):
     """The compiled blocks of a span. Not thread-safe: one thread computes.
 
     Args:
@@ -64,7 +65,10 @@ class CompiledBlocks:
         dtype: the dtype of hidden states.
     """
 
+    name: Final = "compiled"
+
     def __init__(self, span: FusedSpan, store: KVStore, dtype: torch.dtype) -> None:
+        super().__init__(AdapterStacks(), span.layers[0].device)
         self._span = span
         self._store = store
         self._dtype = dtype
@@ -75,42 +79,29 @@ class CompiledBlocks:
         self._places: WeakKeyDictionary[SpanAdapter, _Places] = WeakKeyDictionary()
         self._buffers = _Buffers(dtype, self._shapes)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        end: int,
-        layers: range,
-        batch: AttentionBatch,
-        adapters: Sequence[SpanAdapter | None] = (),
-    ) -> Tensor:
-        """Runs some of the layers over the new tokens of all rows; see `FusedSpan`.
+    def adapters(self, rows: Sequence[RowWork]) -> list[SpanAdapter | None] | None:
+        """The adapter of each token; see `Blocks.adapters`."""
+        if all(row.adapter is None for row in rows):
+            return None
+        return [row.adapter for row in rows for _ in range(row.num_tokens)]
 
-        Args:
-            hidden: `[N, H]` on the CPU, the input of the first layer.
-            position_ids: int64 `[N]`.
-            end: one more than the largest position.
-            layers: indices of the layers.
-            batch: the rows; its store is the one of these blocks.
-            adapters: the adapter of each token; empty if no token has one.
-
-        Returns:
-            `[N, H]` in the blocks' dtype.
-        """
+    def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """See `Blocks.forward`. `hidden` is `[N, H]` on the CPU, and the step's store is the one of these blocks."""
+        position_ids, adapters = step.position_ids, step.adapters or ()
         output = torch.empty(hidden.shape, dtype=self._dtype)
         output.copy_(hidden)
         # There is at most one; without one, no function reads a table.
         rotary = next(iter(self._span.rotaries), None)
-        table, numbers = (output, None) if rotary is None else rotary.numbered(position_ids, end, output)
+        table, numbers = (output, None) if rotary is None else rotary.numbered(position_ids, step.end, output)
         if numbers is None:
             numbers = torch.arange(len(position_ids))
         buffers = self._buffers.of(len(hidden))
         if self._layers is None:
             self._layers = self._layer_fields()
-        groups, kept = self._group_fields(layers, batch, buffers)
+        groups, kept = self._group_fields(layers, step.batch, buffers)
         of_tokens = (ctypes.c_int64 * len(adapters))(*map(self._places_of, adapters))
         num_threads = torch.get_num_threads()
-        step = _Step(
+        arguments = _Step(
             len(hidden), output.data_ptr(), buffers["normed"], buffers["product"], buffers["query"],
             buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), ctypes.addressof(groups),
             ctypes.addressof(of_tokens) if adapters else 0,
@@ -121,14 +112,16 @@ class CompiledBlocks:
         # One call runs all neighbouring layers of one shape.
         for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
             indices = list(run)
-            step[_END] = first + (indices[-1] + 1) * LAYER_BYTES
-            call = (ctypes.c_int64 * 3)(ctypes.addressof(step), first + indices[0] * LAYER_BYTES, 0)
+            arguments[_END] = first + (indices[-1] + 1) * LAYER_BYTES
+            call = (ctypes.c_int64 * 3)(ctypes.addressof(arguments), first + indices[0] * LAYER_BYTES, 0)
             in_threads(_compiled(shape).address("team"), ctypes.addressof(call), num_threads)
-            step[_COUNTERS] += counter_bytes(len(indices))
+            arguments[_COUNTERS] += counter_bytes(len(indices))
         del kept
         return output
 
-    def _group_fields(self, layers: range, batch: AttentionBatch, buffers: Mapping[str, int]) -> tuple[Any, list[Any]]:
+    def _group_fields(
+        self, layers: Sequence[int], batch: AttentionBatch, buffers: Mapping[str, int]
+    ) -> tuple[Any, list[Any]]:
         """The `GROUP` fields of each group for this step, and the objects that must live as long as these fields."""
         fields = (ctypes.c_int64 * (len(GROUP) * len(self._groups)))()
         kept: list[Any] = []
@@ -208,12 +201,12 @@ class CompiledBlocks:
 
 
 def choose_compiled_blocks(
-    span: object, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
+    span: FusedSpan, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
 ) -> CompiledBlocks | None:
     """Compiles the blocks if the span, the store and the attention allow it, and checks one layer of each shape.
 
     Args:
-        span: the object that runs packed rows; only a `FusedSpan` can be compiled.
+        span: the fused blocks.
         store: the store of keys and values.
         backend: the attention; blocks are compiled only with `CompiledAttention`.
         dtype: the dtype of hidden states.
@@ -221,7 +214,7 @@ def choose_compiled_blocks(
     Returns:
         The compiled blocks; None if they cannot be compiled, or a result differs too much.
     """
-    if not isinstance(span, FusedSpan) or not isinstance(backend, CompiledAttention):
+    if not isinstance(backend, CompiledAttention):
         return None
     reason = why_unsupported(span, store, dtype)
     if reason is None:
@@ -398,7 +391,7 @@ def _failed_trial(layer: FusedLayer, dtype: torch.dtype, store: KVStore) -> str 
     """
     page_tokens = store.pool.page_tokens
     trial = LayerTrial(
-        layer, lambda part, own: CompiledBlocks(part, own, dtype).forward, CompiledAttention(), page_tokens, dtype
+        layer, lambda part, own: CompiledBlocks(part, own, dtype), CompiledAttention(), page_tokens, dtype
     )
     for cut in trial.cuts:
         if (failure := try_kernel(trial.run, (cut,), trial.error, _TOLERANCES[dtype]).failure) is not None:

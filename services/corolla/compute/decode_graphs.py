@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from corolla.compute.attention.base import AttentionBackend
-from corolla.compute.base import Embed
+from corolla.compute.base import Embed, PackedStep
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep, NewToken
-from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch, LowRankTable
+from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch
 from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.cuda_capture import Record
-from corolla.models.fused import FusedSpan
 from corolla.wire.device_copies import to_copy
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 96, 128)
@@ -34,15 +33,11 @@ class DecodeGraphs:
     """Recorded steps of all layers of a span, one for each size.
 
     Args:
-        fused: the span's blocks.
-        num_layers: how many layers the span has.
+        blocks: the span's blocks. Steps are recorded a second time, with adapters, where kernels multiply by these.
         buffers: buffers with room for the rows of the largest size.
         backend: the attention; it may read only what the batch has prepared, and not the batch's rows.
         record: see `Record`.
         sizes: for each recorded step, its number of rows.
-        triton: runs the blocks by Triton kernels; None: `fused` runs them.
-        low_rank: the adapters of these blocks, for steps that are recorded a second time; None: no recorded step has
-            adapters.
 
     Attributes:
         buffers: the tensors that the recorded steps read and write.
@@ -54,23 +49,18 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        fused: FusedSpan,
-        num_layers: int,
+        blocks: TritonBlocks,
         buffers: DecodeBuffers,
         backend: AttentionBackend,
         record: Record,
         sizes: Sequence[int] = SIZES,
-        *,
-        triton: TritonBlocks | None = None,
-        low_rank: LowRankTable | None = None,
     ) -> None:
         self.num_replays = 0
-        self._fused = fused
-        self._triton = triton
-        self._layers = range(num_layers)
+        self._blocks = blocks
+        self._layers = range(len(blocks.span.layers))
         self.buffers = buffers
         self._backend = backend
-        self._low_rank = low_rank if triton is not None else None
+        self._low_rank = blocks.low_rank
         device = buffers.hidden.device
         self._tiles = torch.tensor(LowRankBatch.tiles_of_tokens([NO_SLOT] * max(sizes)), dtype=torch.int32).to(device)
         # The first step makes tensors that later steps read; they must not lie in the memory pool of a recording.
@@ -80,7 +70,7 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         # The recordings hold the addresses of these tables, so they must stay alive when the blocks replace them for
         # longer texts.
-        self._kept = fused.rotary_tables
+        self._kept = blocks.span.rotary_tables
 
     @property
     def max_rows(self) -> int:
@@ -138,7 +128,7 @@ class DecodeGraphs:
         self, record: Record, sizes: Sequence[int], *, has_adapters: bool = False
     ) -> dict[int, Callable[[], None]]:
         # All layers of a kind launch the same kernels, so a warm-up has one of them.
-        both = (self._layers, self._fused.first_of_kinds)
+        both = (self._layers, self._blocks.span.first_of_kinds)
         # The largest is recorded first, so that the others fit into its memory.
         return {
             size: record(*(partial(self._step, size, layers, has_adapters) for layers in both))
@@ -147,13 +137,9 @@ class DecodeGraphs:
 
     def _step(self, size: int, layers: Sequence[int], has_adapters: bool = False) -> None:
         buffers = self.buffers
+        adapters = None
+        if has_adapters and self._low_rank is not None:
+            adapters = LowRankBatch(self._low_rank, self._tiles[:size], RECORDED_RANK)
         batch = buffers.batch(size, self._backend)
-        hidden, positions = buffers.hidden[:size], buffers.positions[:size]
-        if self._triton is not None:
-            adapters = None
-            if has_adapters and self._low_rank is not None:
-                adapters = LowRankBatch(self._low_rank, self._tiles[:size], RECORDED_RANK)
-            output = self._triton.forward(hidden, positions, buffers.max_tokens, layers, batch, adapters)
-        else:
-            output = self._fused.forward(hidden, positions, buffers.max_tokens, layers, batch.attend)
-        buffers.output[:size].copy_(output)
+        step = PackedStep((), buffers.positions[:size], buffers.max_tokens, batch, adapters)
+        buffers.output[:size].copy_(self._blocks.forward(step, buffers.hidden[:size], layers))

@@ -10,17 +10,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from corolla.compute.attention.backends import TOLERANCES
-from corolla.compute.attention.page_tables import PagedBackend
 from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs
 from corolla.compute.device import give_back, is_out_of_memory
 from corolla.compute.span_runner import SpanRunner
-from corolla.kernels.kernel_trial import reason_of
+from corolla.compute.triton_blocks import TritonBlocks
+from corolla.kernels.kernel_trial import are_same, reason_of
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
 from corolla.models.cuda_capture import Record
-from corolla.models.fused import MixtureMlp
 from corolla.models.span_model import SpanModel
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ _NO_MEMORY: Final = "they do not fit into the memory of the device"
 
 
 def choose_graphs(runner: SpanRunner, new_record: Callable[[], Record]) -> None:
-    """Lets a runner replay recorded decode steps from now on, if their results equal its ordinary steps' results.
+    """Lets a runner replay recorded decode steps from now on, if their results have the bits of its ordinary steps.
 
     Args:
         runner: a runner that is warmed up, with a scratch page and without sessions.
@@ -57,29 +55,26 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     Returns:
         Why decode steps cannot be replayed, or None if the runner now replays them.
     """
-    fused, refusal = runner.model.fused, _refusal(runner)
-    if fused is None or refusal is not None:
-        return refusal
+    blocks = runner.blocks
+    if not isinstance(blocks, TritonBlocks):
+        # Operators of torch round by the size of a step, and a recorded step is padded.
+        return f"the blocks run as {blocks.name}, which gives a row other bits in steps of other sizes"
+    if runner.model.long_rope is not None:
+        return "the rotary embedding has other factors for long texts"
     checked = _checked_rows(runner, ladder)
     if not checked:
         return "there are too few pages for a check"
     sizes, steps = list(checked), _steps(checked)
-    # Triton's kernels give a row the same bits in every step; torch's operators round by the size of the step.
-    tolerance = TOLERANCES[runner.model.dtype] if runner.triton is None else 0.0
     began_s = time.perf_counter()
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
-        graphs = DecodeGraphs(
-            fused, len(runner.span), buffers, runner.backend, record, sizes, triton=runner.triton,
-            low_rank=runner.low_rank,
-        )  # fmt: skip
+        graphs = DecodeGraphs(blocks, buffers, runner.backend, record, sizes)
         recorded_s = time.perf_counter() - began_s
-        adapters = [None] if runner.low_rank is None else [None, _made_up_adapter(runner.model)]
+        adapters = [None] if blocks.low_rank is None else [None, _made_up_adapter(runner.model)]
         for adapter in adapters:
-            for num_rows, error in zip(steps, _errors(runner, graphs, steps, adapter), strict=True):
-                if not error <= tolerance:
-                    return f"with {num_rows} rows its results differ by {error:.1e} of their size"
+            if (num_rows := _differing_step(runner, graphs, steps, adapter)) is not None:
+                return f"with {num_rows} rows its results differ"
     except Exception as error:
         # The server works without recordings, so no error of theirs may end it.
         if is_out_of_memory(error):
@@ -89,20 +84,6 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     checked_s = time.perf_counter() - began_s - recorded_s
     seconds = {"recorded_s": round(recorded_s, 2), "checked_s": round(checked_s, 2)}
     log.info("using CUDA graphs for decode steps", extra={"sizes": " ".join(map(str, sizes)), **seconds})
-    return None
-
-
-def _refusal(runner: SpanRunner) -> str | None:
-    """Returns why no step of a runner can be recorded, or None if steps may be tried."""
-    fused = runner.model.fused
-    if fused is None:
-        return "the blocks run with the family's own code"
-    if runner.triton is None and any(isinstance(layer.mlp, MixtureMlp) for layer in fused.layers):
-        return "the mixtures of experts run with the family's own code"
-    if runner.model.long_rope is not None:
-        return "the rotary embedding has other factors for long texts"
-    if not isinstance(runner.backend, PagedBackend):
-        return f"attention is {runner.backend.name}, which does not read pages through tables"
     return None
 
 
@@ -164,7 +145,9 @@ def _made_up_adapter(model: SpanModel) -> SpanAdapter:
     return SpanAdapter(places)
 
 
-def _errors(runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adapter: SpanAdapter | None) -> list[float]:
+def _differing_step(
+    runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adapter: SpanAdapter | None
+) -> int | None:
     """Replays steps, one after another, and compares them with the runner's ordinary code.
 
     Each step reads the keys and values that the steps before it wrote. In the last step, the rows have another order.
@@ -176,7 +159,7 @@ def _errors(runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adap
         adapter: the adapter of each second row; None: no row has one.
 
     Returns:
-        The largest relative error of a row's output in each step; 0 only where all numbers are equal.
+        The number of rows of the first step whose output has other bits; None: there is none.
     """
     shares = _shares(steps)
     lengths = _lengths(runner, len(shares))
@@ -210,12 +193,9 @@ def _errors(runner: SpanRunner, graphs: DecodeGraphs, steps: Sequence[int], adap
             raise RuntimeError("not all steps were replayed")
         runner.decode_graphs = None
         rows = [RowWork(*each[:3], adapter=each[3]) for each in zip(caches, lengths, shares, adapters, strict=True)]
-        expected = runner.forward(rows, inputs, runner.span).float().cpu()
-        errors = [
-            ((found.float().cpu() - expected[indices]).norm(dim=-1) / expected[indices].norm(dim=-1)).max()
-            for found, indices in zip(outputs, tokens, strict=True)
-        ]
-        return torch.stack(errors).tolist()
+        expected = runner.forward(rows, inputs, runner.span).cpu()
+        found = zip(steps, outputs, tokens, strict=True)
+        return next((size for size, output, indices in found if not are_same(output.cpu(), expected[indices])), None)
     finally:
         runner.decode_graphs = None
         for cache in caches:

@@ -10,6 +10,7 @@ from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.attention.paged_triton import PagedTriton
+from corolla.compute.base import PackedStep
 from corolla.compute.low_rank import RECORDED_RANK, LowRankBatch, LowRankTable
 from corolla.compute.triton_blocks import TritonBlocks, stored_twice, why_no_kernel
 from corolla.kernels.page_tables import PageTables
@@ -120,7 +121,7 @@ def _run(
             batch = AttentionBatch(
                 store, (), backend, slots=dict.fromkeys(groups, positions), prepared=dict.fromkeys(groups, (tables,))
             )
-            blocks.forward(hidden, positions, 1, range(len(span.layers)), batch, adapters)
+            blocks.forward(PackedStep((), positions, 1, batch, adapters), hidden, range(len(span.layers)))
 
 
 def _try_tiles(layers: Sequence[PackedLinear | PackedExpertWeights], dtype: torch.dtype) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.base import Blocks, PackedStep
+from corolla.compute.fused_blocks import FusedBlocks
 from corolla.kernels.kernel_trial import relative_error
+from corolla.models.adapters.products import AdapterStacks
 from corolla.models.fused import FusedLayer, FusedSpan, MixtureMlp
 
 # The tokens that a trial computes one by one after its chunk, with a page's end between them.
@@ -21,8 +24,6 @@ _AROUND_THE_END: Final = 3
 
 Cut = tuple[tuple[tuple[int, int], ...], int]
 """Parts `[start, end)` of the text, and how many tokens of another session run along with each part."""
-Forward = Callable[[Tensor, Tensor, int, range, AttentionBatch], Tensor]
-"""The function `forward` of whole blocks, see `FusedSpan.forward`, with a batch in place of its function."""
 
 
 class LayerTrial:
@@ -30,7 +31,7 @@ class LayerTrial:
 
     Args:
         layer: the layer.
-        new_forward: makes whole blocks of a span with this layer only and of a store; returns their function.
+        new_blocks: makes whole blocks of a span with this layer only and of a store.
         backend: the attention.
         page_tokens: tokens of a page.
         dtype: the dtype of hidden states.
@@ -44,13 +45,13 @@ class LayerTrial:
     def __init__(
         self,
         layer: FusedLayer,
-        new_forward: Callable[[FusedSpan, KVStore], Forward],
+        new_blocks: Callable[[FusedSpan, KVStore], Blocks],
         backend: AttentionBackend,
         page_tokens: int,
         dtype: torch.dtype,
         codec: KVCodec | None = None,
     ) -> None:
-        self._layer, self._new_forward, self._backend = layer, new_forward, backend
+        self._layer, self._new_blocks, self._backend = layer, new_blocks, backend
         self._page_tokens, self._codec = page_tokens, codec
         self._span = FusedSpan([layer])
         self._num_tokens = page_tokens + _AROUND_THE_END
@@ -79,13 +80,14 @@ class LayerTrial:
 
     @functools.cached_property
     def _expected(self) -> Tensor:
-        return torch.cat(list(self._outputs(self.cuts[0], by_modules=True)))
+        modules = FusedBlocks(self._span, AdapterStacks())
+        return torch.cat(list(self._outputs(self.cuts[0], lambda _span, _store: modules)))
 
     def run(self, cut: Cut) -> Iterator[Tensor]:
         """Yields the text's outputs by whole blocks, `[tokens of the part, H]` for each part."""
-        return self._outputs(cut)
+        return self._outputs(cut, self._new_blocks)
 
-    def _outputs(self, cut: Cut, by_modules: bool = False) -> Iterator[Tensor]:
+    def _outputs(self, cut: Cut, new_blocks: Callable[[FusedSpan, KVStore], Blocks]) -> Iterator[Tensor]:
         parts, company = cut
         count = 2 if company else 1
         num_pages = count * (-(-self._num_tokens // self._page_tokens))
@@ -93,13 +95,13 @@ class LayerTrial:
         caches = [store.new_cache() for _ in range(count)]
         for cache in caches:
             cache.reserve(self._num_tokens)
-        forward = None if by_modules else self._new_forward(self._span, store)
+        blocks = new_blocks(self._span, store)
         for start, end in parts:
             # The companion is before the text, with another number of tokens.
             others = [(caches[-1], 0, min(company, self._num_tokens))] if company else []
-            yield self._step(store, [*others, (caches[0], start, end)], forward)[-(end - start) :]
+            yield self._step(store, [*others, (caches[0], start, end)], blocks)[-(end - start) :]
 
-    def _step(self, store: KVStore, parts: Sequence[tuple[SessionCache, int, int]], forward: Forward | None) -> Tensor:
+    def _step(self, store: KVStore, parts: Sequence[tuple[SessionCache, int, int]], blocks: Blocks) -> Tensor:
         rows: list[PackedRow] = []
         for cache, start, end in parts:
             cache.truncate(start)
@@ -108,11 +110,8 @@ class LayerTrial:
             rows.append(PackedRow(cache, start, first, first + end - start))
         hidden = torch.cat([self._hidden[start:end] for _, start, end in parts])
         positions = torch.cat([torch.arange(start, end, device=hidden.device) for _, start, end in parts])
-        batch = AttentionBatch(store, rows, self._backend)
-        if forward is None:
-            output = self._span.forward(hidden, positions, self._num_tokens, range(1), batch.attend)
-        else:
-            output = forward(hidden, positions, self._num_tokens, range(1), batch)
+        step = PackedStep((), positions, self._num_tokens, AttentionBatch(store, rows, self._backend))
+        output = blocks.forward(step, hidden, range(1))
         for cache, _, end in parts:
             cache.commit(end)
         return output

@@ -1,7 +1,7 @@
 """The family's own code, cut out of transformers: any family, on any device. Other ways are compared with it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -9,99 +9,99 @@ from transformers import Cache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.cache.states import LayerState
-from corolla.cache.store import KVStore
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
 from corolla.compute.attention.ragged import RAGGED
-from corolla.compute.base import RowWork
-from corolla.models.adapters.products import AdapterBatch, AdapterStacks
+from corolla.compute.base import Blocks, PackedStep, RowWork
+from corolla.models.adapters.products import AdapterStacks
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
 
 
-class ReferenceBlocks:
-    """Runs blocks by the family's own code.
-
-    If the family's attention goes through transformers' interface, one call runs all rows; else each row has its own.
+class FamilyBlocks(Blocks):
+    """The family's own code: one call runs all rows, since its attention goes through transformers' interface.
 
     Args:
         model: the span; its attention function is set.
-        store: the store of the rows' keys and values.
         stacks: the stacked copies of adapters.
     """
 
-    def __init__(self, model: SpanModel, store: KVStore, stacks: AdapterStacks) -> None:
+    name: Final = "family"
+
+    def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
+        super().__init__(stacks, model.device)
         self._model = model
-        self._store = store
-        self._stacks = stacks
-        if model.packs_rows:
-            model.set_attention(LATENT if model.family.past.caches_latents else RAGGED)
-            if model.family.past.caches_latents:
-                leave_latents(model.modules())
+        self._caches_latents = model.family.past.caches_latents
+        model.set_attention(LATENT if self._caches_latents else RAGGED)
+        if self._caches_latents:
+            leave_latents(model.modules())
 
-    def packed(self, hidden: Tensor, position_ids: Tensor, batch: AttentionBatch, blocks: Span) -> Tensor:
-        """Runs `blocks` over packed rows.
-
-        Args:
-            hidden: `[N, H]` of all new tokens, in the model's dtype on its device.
-            position_ids: int64 `[N]`, on the same device.
-
-        Returns:
-            `[N, H]` in the same dtype, on the same device.
-        """
-        cache = PackedLatents(batch) if self._model.family.past.caches_latents else None
+    def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""
+        cache = PackedLatents(step.batch) if self._caches_latents else None
         return self._model.forward(
-            hidden.unsqueeze(0), position_ids.unsqueeze(0), blocks=blocks, past_key_values=cache, batch=batch
-        )[0]
+            hidden.unsqueeze(0), step.position_ids.unsqueeze(0), blocks=_blocks(self._model, layers),
+            past_key_values=cache, batch=step.batch,
+        )[0]  # fmt: skip
 
-    def row_by_row(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span, backend: AttentionBackend) -> Tensor:
-        """Runs `blocks` over one row after the other.
 
-        Args:
-            hidden: `[N, H]` of all new tokens, in the model's dtype on its device.
+class FamilyRows(Blocks):
+    """The family's own code: each row has a call of its own, with its own adapter, whatever the step has.
 
-        Returns:
-            `[N, H]` in the same dtype, on the same device.
-        """
-        outputs: list[Tensor] = []
-        windows, layers = self._model.windows, self._model.span.indices(blocks)
-        for row, part in zip(rows, torch.split(hidden, [row.num_tokens for row in rows]), strict=True):
+    Args:
+        model: the span.
+        stacks: the stacked copies of adapters.
+    """
+
+    name: Final = "family"
+
+    def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
+        super().__init__(stacks, model.device)
+        self._model = model
+
+    def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""
+        model, outputs = self._model, list[Tensor]()
+        for row, part in zip(step.rows, torch.split(hidden, [row.num_tokens for row in step.rows]), strict=True):
             cache: _RowCache | None = None
-            is_single = bool(row.position) and self._model.family.past.continues_singly
+            is_single = bool(row.position) and model.family.past.continues_singly
             start = row.position
             for tokens in torch.split(part, 1 if is_single else row.num_tokens):
                 end = start + len(tokens)
-                batch = AttentionBatch(self._store, [PackedRow(row.cache, start, 0, len(tokens))], backend)
-                cache = _RowCache(batch, windows, layers, cache)
+                packed = PackedRow(row.cache, start, 0, len(tokens))
+                cache = _RowCache(
+                    AttentionBatch(step.batch.store, [packed], step.batch.backend), model.windows, layers, cache
+                )
                 positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
-                part_of_row = row._replace(position=start, num_tokens=len(tokens))
-                self._model.adapters = self.adapters([part_of_row])
-                self.tell_factors([part_of_row], tokens.device)
+                part_of_row = [row._replace(position=start, num_tokens=len(tokens))]
+                model.adapters = self.adapters(part_of_row)
+                tell_factors(model, part_of_row)
                 outputs.append(
-                    self._model.forward(tokens.unsqueeze(0), positions, blocks=blocks, past_key_values=cache)[0]
+                    model.forward(tokens.unsqueeze(0), positions, blocks=_blocks(model, layers), past_key_values=cache)[
+                        0
+                    ]
                 )
                 start = end
             if cache is not None:
                 cache.keep_states()
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def tell_factors(self, rows: Sequence[RowWork], device: torch.device) -> None:
-        """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
-        long_rope = self._model.long_rope
-        if long_rope is None:
-            return
-        if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
-            raise ValueError(f"a text with short factors has at most {long_rope.short_length} tokens")
-        long_rope.is_long = rows[0].long_factors
-        if any(row.long_factors != long_rope.is_long for row in rows):
-            flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
-            long_rope.is_long = torch.tensor(flags, device=device)
 
-    def adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | None:
-        """The rows' adapters, as layers take them; None if no row has one."""
-        if all(row.adapter is None for row in rows):
-            return None
-        return AdapterBatch([(row.adapter, row.num_tokens) for row in rows], self._stacks, self._model.device)
+def _blocks(model: SpanModel, layers: Sequence[int]) -> Span:
+    return Span(model.span.start + layers[0], model.span.start + layers[-1] + 1)
+
+
+def tell_factors(model: SpanModel, rows: Sequence[RowWork]) -> None:
+    """Tells the rotary embedding which tokens of the next call belong to long texts, if that matters to it."""
+    long_rope = model.long_rope
+    if long_rope is None:
+        return
+    if any(row.position + row.num_tokens > long_rope.short_length for row in rows if not row.long_factors):
+        raise ValueError(f"a text with short factors has at most {long_rope.short_length} tokens")
+    long_rope.is_long = rows[0].long_factors
+    if any(row.long_factors != long_rope.is_long for row in rows):
+        flags = [row.long_factors for row in rows for _ in range(row.num_tokens)]
+        long_rope.is_long = torch.tensor(flags, device=model.device)
 
 
 class _RowCache(Cache):
@@ -118,7 +118,7 @@ class _RowCache(Cache):
     """
 
     def __init__(
-        self, batch: AttentionBatch, windows: Sequence[int | None], layers: range, before: "_RowCache | None"
+        self, batch: AttentionBatch, windows: Sequence[int | None], layers: Sequence[int], before: "_RowCache | None"
     ) -> None:
         super().__init__(layers=[DummyLayer() for _ in windows])
         self._batch = batch
@@ -130,7 +130,7 @@ class _RowCache(Cache):
         else:
             self.layers = before.layers
 
-    def _begin(self, layers: range) -> None:
+    def _begin(self, layers: Sequence[int]) -> None:
         states = self._row.cache.states
         if states is not None:
             held = states.at(self._position)

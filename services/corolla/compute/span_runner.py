@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -14,15 +13,15 @@ from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import ShapeProbe, choose_backend
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
 from corolla.compute.attention.page_tables import PagedBackend, paged_batch
-from corolla.compute.base import Embed, LaunchedBatch, RowWork
+from corolla.compute.base import Blocks, Embed, LaunchedBatch, PackedStep, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
 from corolla.compute.decode_graphs import DecodeGraphs
+from corolla.compute.fused_blocks import FusedBlocks
 from corolla.compute.kernel_choices import KernelChoices
-from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
-from corolla.compute.reference import ReferenceBlocks
+from corolla.compute.reference import FamilyBlocks, FamilyRows, tell_factors
 from corolla.compute.triton_blocks import choose_triton_blocks
-from corolla.models.adapters.products import AdapterBatch, AdapterStacks
+from corolla.models.adapters.products import AdapterStacks
 from corolla.models.families import pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.product_rule import AUTO
@@ -52,9 +51,7 @@ class SpanRunner:
 
     Attributes:
         stacks: the stacked copies of adapters.
-        compiled: runs whole blocks by compiled functions; None if that is not possible.
-        triton: runs whole blocks by Triton kernels; None if that is not possible.
-        low_rank: the adapters of these blocks, multiplied by Triton kernels; None: torch multiplies by them.
+        blocks: the way to compute the blocks.
         decode_graphs: recorded steps, which are replayed where they fit; `graph_choice` sets them.
     """
 
@@ -76,6 +73,7 @@ class SpanRunner:
         self.model = model
         self.stacks = AdapterStacks(max_stack_bytes)
         self.decode_graphs: DecodeGraphs | None = None
+        self.blocks: Blocks
         codec = CODECS[kv_cache_dtype](model.dtype) if kv_cache_dtype != "auto" else None
         if is_fused:
             model.make_fused(products)
@@ -85,31 +83,31 @@ class SpanRunner:
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages,
         )  # fmt: skip
-        self._reference = ReferenceBlocks(model, self.store, self.stacks)
+        if model.fused is not None:
+            self.blocks = FusedBlocks(model.fused, self.stacks)
+        else:
+            self.blocks = (FamilyBlocks if model.packs_rows else FamilyRows)(model, self.stacks)
         probe = ShapeProbe()
         if model.packs_rows and not model.family.past.caches_latents:
             self._probe(probe)
         self.backend: AttentionBackend = choose_backend(
             attention, model.device, model.dtype, page_tokens, shapes=probe.shapes, codec=codec
         )
-        self.compiled = choose_compiled_blocks(model.fused, self.store, self.backend, model.dtype)
-        self.triton = choose_triton_blocks(model.fused, self.store, self.backend, model.dtype)
-        self.low_rank: LowRankTable | None = None
-        if self.triton is not None and max_stack_bytes and self.triton.shapes:
-            self.low_rank = choose_low_rank_table(len(model.span), self.triton.shapes, model.dtype, model.device)
+        if model.fused is not None:
+            given = (model.fused, self.store, self.backend, model.dtype)
+            self.blocks = (
+                choose_compiled_blocks(*given)
+                or choose_triton_blocks(*given, self.stacks, takes_adapters=max_stack_bytes > 0)
+                or self.blocks
+            )
 
     @torch.inference_mode()
     def _probe(self, probe: ShapeProbe) -> None:
         """Runs the blocks for one token, so that `probe` gets what their attention is called with."""
         hidden = torch.zeros(1, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device)
-        positions, batch = (
-            torch.zeros(1, dtype=torch.int64, device=hidden.device),
-            AttentionBatch(self.store, (), probe),
-        )
-        if self.model.fused is not None:
-            self.model.fused.forward(hidden, positions, 1, range(len(self.span)), batch.attend)
-        else:
-            self._reference.packed(hidden, positions, batch, self.span)
+        positions = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+        step = PackedStep((), positions, 1, AttentionBatch(self.store, (), probe))
+        self.blocks.forward(step, hidden, range(len(self.span)))
 
     @property
     def span(self) -> Span:
@@ -118,15 +116,9 @@ class SpanRunner:
     @property
     def kernel_choices(self) -> KernelChoices:
         """The kernels that this runner's blocks run with."""
-        if self.model.fused is None:
-            blocks = "family"
-        elif self.triton is not None:
-            blocks = "triton"
-        else:
-            blocks = "fused" if self.compiled is None else "compiled"
         expanded = {"x".join(map(str, each.shape)) for each in self.model.packed_layers if each.expanded is not None}
         products = {**ways_by_shape(self.model.linears), **dict.fromkeys(sorted(expanded), "expanded")}
-        return KernelChoices(self.backend.name, blocks, products, "torch" if self.low_rank is None else "triton")
+        return KernelChoices(self.backend.name, self.blocks.name, products, self.blocks.adapter_product)
 
     def new_cache(self) -> SessionCache:
         return self.store.new_cache()
@@ -226,63 +218,31 @@ class SpanRunner:
             (positions,) = copied_numbers([([row.position for row in rows], torch.int64)], device)
             hidden = hidden(positions)
         hidden = to_device(hidden, device, dtype)
-        if any(row.takes_prompts for row in rows):
-            return self._forward_with_prompts(rows, hidden, blocks)
-        return self._forward_blocks(rows, hidden, blocks)
-
-    def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        if self.model.packs_rows:
-            return self._forward_step(self._packed_step(rows, hidden.device), hidden, blocks)
-        return self._reference.row_by_row(rows, hidden, blocks, self.backend)
-
-    def _forward_with_prompts(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        """Runs block by block, and adds the rows' prompts to the input of each block."""
+        step, layers = self._packed_step(rows, device), self.span.indices(blocks)
+        # The hooks of modules read them there.
+        self.model.adapters = step.adapters
+        if not any(row.takes_prompts for row in rows):
+            return self.blocks.forward(step, hidden, layers)
         hidden = hidden.clone()  # the input may be a view of the received bytes
-        step = self._packed_step(rows, hidden.device) if self.model.packs_rows else None
-        for index in range(len(blocks)):
+        for index, layer in enumerate(layers):
             start = 0
             for row in rows:
                 if row.prompts is not None:
                     part = row.prompts.part(index, row.position, row.num_tokens, hidden.device)
                     hidden[start : start + len(part)] += part.to(hidden)
                 start += row.num_tokens
-            block = Span(blocks.start + index, blocks.start + index + 1)
-            if step is None:
-                hidden = self._forward_blocks(rows, hidden, block)
-            else:
-                hidden = self._forward_step(step, hidden, block)
+            hidden = self.blocks.forward(step, hidden, (layer,))
         return hidden
 
-    def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> "_PackedStep":
+    def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> PackedStep:
+        tell_factors(self.model, rows)
         positions = [row.position + index for row in rows for index in range(row.num_tokens)]
-        low_rank = self._low_rank(rows)
-        adapters = None if self.compiled is not None or low_rank is not None else self._reference.adapters(rows)
-        self._reference.tell_factors(rows, device)
         packed, numbers = _packed(rows), [(positions, torch.int64)]
         if isinstance(self.backend, PagedBackend):
             batch, (position_ids,) = paged_batch(self.store, packed, self.backend, device, numbers)
         else:
             batch, (position_ids,) = AttentionBatch(self.store, packed, self.backend), copied_numbers(numbers, device)
-        return _PackedStep(rows, position_ids, max(positions) + 1, batch, adapters, low_rank)
-
-    def _forward_step(self, step: "_PackedStep", hidden: Tensor, blocks: Span) -> Tensor:
-        layers, batch = self.span.indices(blocks), step.batch
-        if self.compiled is not None:
-            has_adapters = any(row.adapter is not None for row in step.rows)
-            of_tokens = [row.adapter for row in step.rows for _ in range(row.num_tokens)] if has_adapters else []
-            return self.compiled.forward(hidden, step.position_ids, step.end, layers, batch, of_tokens)
-        self.model.adapters = step.adapters
-        if self.triton is not None:
-            adapters = step.adapters if step.low_rank is None else step.low_rank
-            return self.triton.forward(hidden, step.position_ids, step.end, layers, batch, adapters)
-        if self.model.fused is not None:
-            return self.model.fused.forward(hidden, step.position_ids, step.end, layers, batch.attend, step.adapters)
-        return self._reference.packed(hidden, step.position_ids, batch, blocks)
-
-    def _low_rank(self, rows: Sequence[RowWork]) -> LowRankBatch | None:
-        if self.low_rank is None or all(row.adapter is None for row in rows):
-            return None
-        return LowRankBatch.of(self.low_rank, [(row.adapter, row.num_tokens) for row in rows])
+        return PackedStep(rows, position_ids, max(positions) + 1, batch, self.blocks.adapters(rows))
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
         self.span.indices(blocks)
@@ -300,27 +260,6 @@ class SpanRunner:
             raise ValueError(f"rows of {num_tokens} tokens do not fit a tensor of shape {tuple(hidden.shape)}")
         if len(caches) != len(rows):
             raise ValueError("two rows of a batch have the same cache")
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedStep:
-    """What all blocks of a step of packed rows share.
-
-    Attributes:
-        rows: the rows.
-        position_ids: int64 `[N]` of all new tokens.
-        end: one more than the largest position.
-        batch: the rows, as attention takes them.
-        adapters: the rows' adapters, as layers take them; None where no row has one, and for compiled blocks.
-        low_rank: the rows' adapters, as Triton kernels take them; None: `adapters` has them.
-    """
-
-    rows: Sequence[RowWork]
-    position_ids: Tensor
-    end: int
-    batch: AttentionBatch
-    adapters: AdapterBatch | None
-    low_rank: LowRankBatch | None
 
 
 def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:

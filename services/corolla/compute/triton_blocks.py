@@ -19,13 +19,14 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch
+from corolla.compute.attention.base import AttentionBackend
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
+from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.compute.layer_trial import LayerTrial
-from corolla.compute.low_rank import LowRankBatch
+from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
 from corolla.kernels.kernel_trial import failure_of, try_kernel
 from corolla.kernels.product_choice import rung_of
-from corolla.models.adapters.products import AdapterBatch
+from corolla.models.adapters.products import AdapterBatch, AdapterStacks
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant import Norm
 from corolla.models.linear import DenseLinear
@@ -203,65 +204,45 @@ def _plan_of(layer: FusedLayer) -> _Plan:
     )
 
 
-class TritonBlocks:
+class TritonBlocks(Blocks):
     """The blocks of a span, run by Triton kernels.
 
     Args:
         span: the blocks; `why_unsupported` returns None for all of them.
+        stacks: the stacked copies of adapters.
+        low_rank: the adapters, multiplied by Triton kernels; None: torch multiplies by them.
     """
 
-    def __init__(self, span: FusedSpan) -> None:
-        self._span = span
+    name: Final = "triton"
+
+    def __init__(
+        self, span: FusedSpan, stacks: AdapterStacks | None = None, low_rank: LowRankTable | None = None
+    ) -> None:
+        super().__init__(stacks or AdapterStacks(), span.layers[0].device)
+        self.span = span
+        self.low_rank = low_rank
+        self.adapter_product = "torch" if low_rank is None else "triton"
         self._plans = [_plan_of(layer) for layer in span.layers]
         self._ladder = _common_ladder(span)
 
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """The inputs and outputs of linear layers, neighbours as one; empty if a mixture takes adapters by hooks."""
-        found: dict[tuple[int, int], None] = {}
-        for plan in self._plans:
-            layer, mlp, width = plan.layer, plan.layer.mlp, plan.layer.hidden_size
-            if not isinstance(mlp, GatedMlp):
-                return ()
-            heads, keys = layer.num_heads * layer.head_dim, layer.num_key_heads * layer.head_dim
-            found |= dict.fromkeys(
-                (
-                    (width, heads + 2 * keys), (heads, width), (width, (1 + mlp.gates) * mlp.num_gated),
-                    (mlp.num_gated, width),
-                )
-            )  # fmt: skip
-        return tuple(found)
+    def adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | LowRankBatch | None:
+        """See `Blocks.adapters`."""
+        found = None
+        if self.low_rank is not None and any(row.adapter is not None for row in rows):
+            found = LowRankBatch.of(self.low_rank, [(row.adapter, row.num_tokens) for row in rows])
+        return super().adapters(rows) if found is None else found
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        end: int,
-        layers: Sequence[int],
-        batch: AttentionBatch,
-        adapters: AdapterBatch | LowRankBatch | None = None,
-    ) -> Tensor:
-        """Runs some of the layers over the new tokens of all rows; see `FusedSpan`.
-
-        Args:
-            hidden: `[N, H]` in the model's dtype, on its device: the input of the first layer.
-            position_ids: int64 `[N]`, on the same device.
-            end: one more than the largest position.
-            layers: indices of the layers.
-            batch: the rows.
-            adapters: the rows' adapters; None where no row has one.
-
-        Returns:
-            The output of the last layer, `[N, H]`, in the same dtype on the same device.
-        """
+    def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""
         from corolla.kernels.triton.launches import rotate_and_store
 
+        batch, adapters, position_ids = step.batch, step.adapters, step.position_ids
         num_tokens, hidden = len(hidden), hidden.contiguous()
         if adapters is None and (padding := self._padding(num_tokens)):
             # The numbers of the added rows do not matter, since rows do not mix.
             hidden = functional.pad(hidden, (0, 0, 0, padding))
         codec = None if batch.store.codec is None else batch.store.codec.name
-        tables = {rotary: _table(rotary, position_ids, end, hidden) for rotary in self._span.rotaries}
+        tables = {rotary: _table(rotary, position_ids, step.end, hidden) for rotary in self.span.rotaries}
         delta: Tensor | None = None
         multiplier = 1.0
         for index in layers:
@@ -337,18 +318,43 @@ def _added(hidden: Tensor, delta: Tensor | None, norm: Norm | None, multiplier: 
     return hidden, hidden
 
 
+def _shapes(span: FusedSpan) -> tuple[tuple[int, int], ...]:
+    """The inputs and outputs of linear layers, neighbours as one; empty if a mixture takes adapters by hooks."""
+    found: dict[tuple[int, int], None] = {}
+    for layer in span.layers:
+        mlp, width = layer.mlp, layer.hidden_size
+        if not isinstance(mlp, GatedMlp):
+            return ()
+        heads, keys = layer.num_heads * layer.head_dim, layer.num_key_heads * layer.head_dim
+        found |= dict.fromkeys(
+            (
+                (width, heads + 2 * keys), (heads, width), (width, (1 + mlp.gates) * mlp.num_gated),
+                (mlp.num_gated, width),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
 def choose_triton_blocks(
-    span: FusedSpan | None, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
+    span: FusedSpan,
+    store: KVStore,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    stacks: AdapterStacks,
+    *,
+    takes_adapters: bool,
 ) -> TritonBlocks | None:
     """Runs the blocks by Triton kernels if attention does and a trial of each kind of layers holds; else None.
 
     Args:
-        span: the fused blocks; None: the blocks run with the family's own code.
+        span: the fused blocks.
         store: the store of keys and values.
         backend: the chosen attention.
         dtype: the dtype of hidden states.
+        stacks: the stacked copies of adapters.
+        takes_adapters: whether rows may have adapters.
     """
-    if span is None or not isinstance(backend, PagedTriton):
+    if not isinstance(backend, PagedTriton):
         return None
     failure = next((failed for layer in span.layers if (failed := why_unsupported(layer, dtype)) is not None), None)
     failure = failure or failure_of(lambda: _failed_trial(span, store.pool.page_tokens, dtype, store.codec))
@@ -356,7 +362,10 @@ def choose_triton_blocks(
         log.warning("blocks do not run by Triton kernels", extra={"failure": failure})
         return None
     log.info("blocks run by Triton kernels")
-    return TritonBlocks(span)
+    shapes, low_rank = _shapes(span) if takes_adapters else (), None
+    if shapes:
+        low_rank = choose_low_rank_table(len(span.layers), shapes, dtype, span.layers[0].device)
+    return TritonBlocks(span, stacks, low_rank)
 
 
 @torch.inference_mode()
@@ -372,9 +381,7 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
             mixture = cast(Mixture, layer.mlp.mixture)
             if (failure := failed_mixture_trial(mixture, dtype, row_counts())) is not None:
                 return failure
-        trial = LayerTrial(
-            layer, lambda part, _store: TritonBlocks(part).forward, PagedTriton(), page_tokens, dtype, codec
-        )
+        trial = LayerTrial(layer, lambda part, _store: TritonBlocks(part), PagedTriton(), page_tokens, dtype, codec)
         found = try_kernel(trial.run, trial.cuts, trial.error, tolerance)
         if found.failure is not None:
             return found.failure

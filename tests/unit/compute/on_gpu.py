@@ -16,6 +16,7 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.gpu_double import GPU, Gpu
 from tests.paged_attention import PagedDefinition
+from tests.unit.compute.replaying import use_modules
 
 
 def runner_on(gpu: Gpu, folder: Path, span: Span, **options: Any) -> SpanRunner:
@@ -35,6 +36,7 @@ def runner_on(gpu: Gpu, folder: Path, span: Span, **options: Any) -> SpanRunner:
                 "has_scratch_page": True, "max_stack_bytes": 0, **options,
             },
         )  # fmt: skip
+    use_modules(runner)
     runner.warm_up()
     return runner
 

@@ -13,6 +13,7 @@ from corolla.cache.store import SessionCache
 from corolla.compute import compiled_blocks
 from corolla.compute.base import RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks, why_unsupported
+from corolla.compute.fused_blocks import FusedBlocks
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.adapters.loading import load_adapter
 from corolla.models.adapters.products import SpanAdapter
@@ -48,13 +49,18 @@ def checkpoint_of(family: str, folder: Path) -> Checkpoint:
     )
 
 
+def use(runner: SpanRunner, *, is_compiled: bool) -> None:
+    assert runner.blocks.name == "compiled"
+    assert runner.model.fused is not None
+    if not is_compiled:
+        runner.blocks = FusedBlocks(runner.model.fused, runner.stacks)
+
+
 def runner_of(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, is_compiled: bool = True) -> SpanRunner:
     runner = SpanRunner(
         load_span(checkpoint, WHOLE, dtype=dtype), num_pages=2000, max_step_tokens=1024, products="panels"
     )
-    assert runner.compiled is not None
-    if not is_compiled:
-        runner.compiled = None
+    use(runner, is_compiled=is_compiled)
     return runner
 
 
@@ -211,9 +217,7 @@ def test_packed_weights_are_compiled_too(
     for is_compiled in (True, False):
         span = load_span(checkpoint, WHOLE, dtype=dtype, quantization="packed")
         runner = SpanRunner(span, num_pages=2000, max_step_tokens=1024, products="panels")
-        assert runner.compiled is not None
-        if not is_compiled:
-            runner.compiled = None
+        use(runner, is_compiled=is_compiled)
         outputs.append(run(runner, inputs(runner)))
     assert_close(outputs[0], outputs[1], dtype)
 
@@ -225,8 +229,8 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
         {"products": "library"},
     ):  # fmt: skip
         options: dict[str, Any] = {"num_pages": 2000, "products": "panels", **settings}
-        assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float32), **options).compiled is None
-    assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float16), num_pages=2000).compiled is None
+        assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float32), **options).blocks.name != "compiled"
+    assert SpanRunner(load_span(checkpoint, WHOLE, dtype=torch.float16), num_pages=2000).blocks.name == "fused"
     runner = runner_of(checkpoint)
     span = runner.model.fused
     assert isinstance(span, FusedSpan)
@@ -243,4 +247,5 @@ def test_wrong_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     runner = runner_of(checkpoint_of("llama", tmp_path))
     bits = itertools.repeat(0x3F000000)
     monkeypatch.setattr(compiled_blocks, "float_bits", lambda _: next(bits))
+    assert runner.model.fused is not None
     assert choose_compiled_blocks(runner.model.fused, runner.store, runner.backend, torch.float32) is None

@@ -17,6 +17,7 @@ from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.prompts import BlockPrompts
+from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.families import FAMILIES
 from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS
@@ -94,11 +95,12 @@ def test_an_output_is_the_callers_own(llama: Pair) -> None:
 def test_a_recording_keeps_the_rotary_table_that_it_reads(tmp_path: Path) -> None:
     """A graph knows addresses only: memory that it reads must not be given back."""
     runner = Pair.of("llama", tmp_path, max_position_embeddings=24).replaying
-    fused = runner.model.fused
+    fused, blocks = runner.model.fused, runner.blocks
     assert isinstance(fused, FusedSpan)
+    assert isinstance(blocks, TritonBlocks)
     with torch.inference_mode():
         buffers = DecodeBuffers(runner.store, 2, 24, torch.empty(0, runner.model.hidden_size))
-        graphs = DecodeGraphs(fused, len(SPAN), buffers, runner.backend, lambda *_steps: lambda: None, (1, 2))
+        graphs = DecodeGraphs(blocks, buffers, runner.backend, lambda *_steps: lambda: None, (1, 2))
     runner.decode_graphs = None  # the recorder of operators keeps what they used
     table = weakref.ref(fused.rotary_tables[0])
     cache = runner.new_cache()

@@ -15,7 +15,7 @@ from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gpu_double import GPU, Gpu, a_gpu
 from tests.unit.compute.on_gpu import runner_on
-from tests.unit.compute.replaying import make_runner
+from tests.unit.compute.replaying import are_near, make_runner
 
 SPAN = Span(1, 3)
 
@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_choice, "SIZES", (1, 2, 4))
+    monkeypatch.setattr(graph_choice, "are_same", are_near)
 
 
 def test_recordings_take_one_workspace_for_products_and_none_in_their_pool() -> None:

@@ -17,14 +17,16 @@ from corolla.compute.attention.base import AttentionBatch
 from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep
 from corolla.compute.span_runner import SpanRunner
+from corolla.kernels.kernel_trial import are_same
 from corolla.models.cuda_capture import Record
 from tests.checkpoints import make_tiny_checkpoint
 from tests.paged_attention import PagedDefinition
 from tests.recorded_steps import record
+from tests.unit.compute import replaying
 from tests.unit.compute.replaying import PAGE_TOKENS, SIZES, SPAN, choose, make_runner
 
 # Memory that was never written may hold any numbers, NaN included.
-WRONG = "its results differ by|not finite"
+WRONG = "its results differ|not finite"
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +91,6 @@ def test_pages_of_any_size(folder: Path, page_tokens: int) -> None:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"is_fused": False}, "the family's own code"),
-        ({"attention": "sdpa"}, "attention is sdpa"),
         ({"has_scratch_page": False}, "scratch page"),
         ({"num_pages": 1}, "too few pages"),
     ],
@@ -101,8 +101,21 @@ def test_a_missing_condition_for_graphs_is_logged(
     assert_refused(caplog, make_runner(folder, **options), reason)
 
 
-def test_the_familys_own_code_of_a_mixture_is_not_recorded(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    assert_refused(caplog, make_runner(make_tiny_checkpoint("mixtral", tmp_path)), "mixtures of experts")
+@pytest.mark.parametrize("is_fused, name", [(False, "family"), (True, "fused")])
+def test_blocks_whose_rows_depend_on_the_step_are_not_recorded(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: Path, is_fused: bool, name: str
+) -> None:
+    monkeypatch.setattr(replaying, "use_modules", lambda _: None)
+    assert_refused(caplog, make_runner(folder, is_fused=is_fused), f"the blocks run as {name}, which gives a row other")
+
+
+def test_steps_are_compared_bit_by_bit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(replaying, "are_near", are_same)
+    runner = make_runner(folder)
+    runner.backend = Odd(lambda output, batch: output if batch.rows else output * (1 + 2.0**-20))
+    assert_refused(caplog, runner, WRONG)
 
 
 def test_a_server_whose_recording_fails_runs_without_graphs(caplog: pytest.LogCaptureFixture, folder: Path) -> None:
