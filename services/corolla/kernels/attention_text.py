@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.kernels.llvm_text import FLOATS, FMA, INTS, LANES, Fields, Function
+from corolla.kernels.llvm_text import FLOATS, INTS, LANES, Fields, Function
 
 CONSTANTS: Final = (
     -87.0,  # the exponential of a smaller number may be subnormal, with fewer bits
@@ -22,16 +22,6 @@ CONSTANTS: Final = (
 )
 """The constants of the exponential function, float32."""
 LEAST: Final = "splat (float 0xFFF0000000000000)"
-
-HEAD: Final = f"""\
-declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
-declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
-declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
-declare i64 @llvm.umax.i64(i64, i64)
-declare i64 @llvm.umin.i64(i64, i64)
-declare i64 @llvm.smax.i64(i64, i64)
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +126,12 @@ def exponential_of_difference(function: Function, constants: str, left: str, rig
     exponent = function.let(f"shl {INTS} {function.let(f'bitcast {FLOATS} {shifted} to {INTS}')}, splat (i32 23)")
     bits = function.let(f"add {INTS} {exponent}, {function.let(f'bitcast {FLOATS} {one} to {INTS}')}")
     return function.let(f"fmul {FLOATS} {value}, {function.let(f'bitcast {INTS} {bits} to {FLOATS}')}")
+
+
+def larger_of(function: Function, vector: str, other: str) -> str:
+    """Writes the larger number of each lane; `other` where one of the two is NaN."""
+    is_more = function.let(f"fcmp ogt {FLOATS} {vector}, {other}")
+    return function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {vector}, {FLOATS} {other}")
 
 
 def largest_of(function: Function, vector: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from corolla.kernels.attention_text import COMMON_FIELDS, exponential_of_difference
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, Fields, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Fields, Function
 from corolla.kernels.products import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
@@ -194,23 +194,11 @@ def module_source(shape: BlockShape, *, pauses: bool) -> str:
     Args:
         pauses: whether the processor has an instruction for waiting loops, such as `pause` of x86.
     """
-    stages = [_normalise(shape), _prepare_heads(shape), _add_attention(shape), _gate(shape), _add_mlp(shape)]
-    names = ["normalise", "prepare_heads", "add_attention", "gate", "add_mlp"]
+    writers = [_normalise, _prepare_heads, _add_attention, _gate, _add_mlp]
     if shape.rounds:
-        stages.append(_round_attended(shape))
-        names.append("round_attended")
-    stages += map(_of_some_tokens, names)
-    return "\n".join([_HEAD, _adapt(shape), *stages, _await(pauses), _Team(shape).source(), ATTRIBUTES])
-
-
-_HEAD: Final = f"""\
-declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
-declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
-declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
-declare float @llvm.sqrt.f32(float)
-declare i64 @llvm.umin.i64(i64, i64)
-declare i32 @sched_yield()
-"""
+        writers.append(_round_attended)
+    stages = [each(shape) for each in writers] + [_of_some_tokens(each.__name__[1:]) for each in writers]
+    return "\n".join([DECLARATIONS, _adapt(shape), *stages, _await(pauses), _Team(shape).source(), ATTRIBUTES])
 
 
 class _BlockFunction(Function):
@@ -220,9 +208,9 @@ class _BlockFunction(Function):
         super().__init__(signature, is_internal=is_internal)
         self.shape = shape
 
-    def row(self, base: str, name: str, size: int, num_bytes: int) -> str:
+    def token_row(self, name: str, size: int, num_bytes: int) -> str:
         """The address of the token's numbers in the step's buffer `name`, which has `size` numbers for each token."""
-        return self.at(self.field(base, STEP, name), self.let(f"mul i64 %token, {size * num_bytes}"))
+        return self.row(self.field("%step", STEP, name), "%token", size * num_bytes)
 
     def load_numbers(self, base: str, index: str) -> str:
         """Loads 16 numbers of the shape's type, from number `index` on, as float32."""
@@ -307,7 +295,7 @@ def _adapt(shape: BlockShape) -> str:
     lines.append(f"  %down_at = alloca ptr\n  store ptr {down}, ptr %down_at")
     lines.append(f"  %is_any = icmp ugt i64 {count}, 0\n  br i1 %is_any, label %some, label %none\nsome:")
     with function.loop("factors", count) as names:
-        factor = function.at(factors, function.let(f"mul i64 {names['number']}, {FACTOR_BYTES}"))
+        factor = function.row(factors, names["number"], FACTOR_BYTES)
         up, rank, width, column = (function.field(factor, FACTOR, name) for _, name in FACTOR)
         target = function.at("%product", column, "float")
         with function.loop("ranks", rank) as ranks:
@@ -317,7 +305,7 @@ def _adapt(shape: BlockShape) -> str:
                 factor_numbers = function.load_numbers(row, names["number"])
                 names["sum"] = function.sum_of_product(number, factor_numbers, names["sum"])
             inner = function.rounded(function.splat(function.total("%down_sum_after")))
-            own_up = function.at(up, function.let(f"mul i64 {ranks['number']}, {width}"), shape.element)
+            own_up = function.row(up, ranks["number"], width, shape.element)
             with function.loop("up", width, LANES) as names:
                 at = function.at(target, names["number"], "float")
                 numbers = function.load_numbers(own_up, names["number"])
@@ -342,8 +330,8 @@ def _apply_adapter(function: _BlockFunction, projection: str, source: str) -> No
         f"add i64 {function.field('%layer', LAYER, 'places')}, {PROJECTIONS.index(projection) * PLACE_BYTES}"
     )
     place = function.at(adapter, offset)
-    row = function.row("%step", source, num_inputs, shape.multiplied_bytes)
-    product = function.row("%step", "product", num_outputs, 4)
+    row = function.token_row(source, num_inputs, shape.multiplied_bytes)
+    product = function.token_row("product", num_outputs, 4)
     lines.append(f"  call void @adapt(ptr {place}, ptr {row}, i64 {num_inputs}, ptr {product})")
     lines.append("  br label %adapted\nadapted:")
 
@@ -355,7 +343,7 @@ def _begin(shape: BlockShape, name: str) -> _BlockFunction:
 def _normalise(shape: BlockShape) -> str:
     """Writes `normalise`, which normalises the token's hidden states for attention."""
     function = _begin(shape, "normalise")
-    hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
+    hidden = function.token_row("hidden", shape.hidden_size, shape.element_bytes)
     with function.loop("squares", shape.hidden_size, LANES, {"sum": "zeroinitializer"}) as names:
         number = function.load_numbers(hidden, names["number"])
         names["sum"] = function.sum_of_product(number, number, names["sum"])
@@ -365,7 +353,7 @@ def _normalise(shape: BlockShape) -> str:
 
 def _store_normed(function: _BlockFunction, hidden: str, squares: str, layer: str, norm: str) -> None:
     shape = function.shape
-    normed = function.row("%step", "normed", shape.hidden_size, shape.multiplied_bytes)
+    normed = function.token_row("normed", shape.hidden_size, shape.multiplied_bytes)
     weight = function.field(layer, LAYER, f"{norm}_norm")
     epsilon = function.float_field(layer, LAYER, f"{norm}_epsilon")
     inverse = function.inverse_root(squares, shape.hidden_size, epsilon)
@@ -383,7 +371,7 @@ def _prepare_heads(shape: BlockShape) -> str:
     lines.append(f"  %head = alloca [{size} x float], align 64")
     num_outputs = shape.sizes["query_key_value"][1]
     _apply_adapter(function, "query_key_value", "normed")
-    product = function.row("%step", "product", num_outputs, 4)
+    product = function.token_row("product", num_outputs, 4)
     bias = function.field("%layer", LAYER, "query_key_value_bias") if shape.has_bias[0] else ""
     group = function.at(function.field("%step", STEP, "groups"), function.field("%layer", LAYER, "group"))
     _fill_jobs(function, group)
@@ -391,15 +379,13 @@ def _prepare_heads(shape: BlockShape) -> str:
     slot = function.let(f"load i64, ptr {slot_at}")
     row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
     row = function.let(f"load i64, ptr {row_at}")
-    rotary = function.at(
-        function.field("%step", STEP, "rotary"), function.let(f"mul i64 {row}, {2 * size * shape.element_bytes}")
-    )
-    query = function.row("%step", "query", shape.num_heads * size, shape.element_bytes)
+    rotary = function.row(function.field("%step", STEP, "rotary"), row, 2 * size * shape.element_bytes)
+    query = function.token_row("query", shape.num_heads * size, shape.element_bytes)
     parts = [("query", shape.num_heads, query, str(size * shape.element_bytes))]
     for name in ("key", "value"):
         base = function.field("%layer", LAYER, f"{name}s")
         slot_bytes = function.field("%layer", LAYER, f"{name}_slot")
-        target = function.at(base, function.let(f"mul i64 {slot}, {slot_bytes}"))
+        target = function.row(base, slot, slot_bytes)
         parts.append((name, shape.num_key_heads, target, function.field("%layer", LAYER, f"{name}_head")))
     first = 0
     for name, num_heads, target, head_bytes in parts:
@@ -408,7 +394,7 @@ def _prepare_heads(shape: BlockShape) -> str:
             offset = function.let(f"add i64 {function.let(f'mul i64 {number}, {size}')}, {first}")
             source = function.at(product, offset, "float")
             own_bias = function.at(bias, offset, "float") if bias else ""
-            place = function.at(target, function.let(f"mul i64 {number}, {head_bytes}"))
+            place = function.row(target, number, head_bytes)
             if name == "value":
                 with function.loop("value", size, LANES) as names:
                     value = _projected(function, source, own_bias, names["number"])
@@ -478,8 +464,8 @@ def _round_attended(shape: BlockShape) -> str:
     """Writes `round_attended`, which rounds attention's output for the output projection."""
     function = _begin(shape, "round_attended")
     size = shape.num_heads * shape.head_size
-    source = function.row("%step", "attended", size, 4)
-    target = function.row("%step", "input", size, shape.multiplied_bytes)
+    source = function.token_row("attended", size, 4)
+    target = function.token_row("input", size, shape.multiplied_bytes)
     with function.loop("round", size, LANES) as names:
         function.store_multiplied(function.load_floats(source, names["number"]), target, names["number"])
     return function.source()
@@ -508,8 +494,8 @@ def _add(function: _BlockFunction, projection: str) -> tuple[str, str]:
     """Adds a projection's output to the hidden states. Returns their address and the partial sums of their squares."""
     shape = function.shape
     _apply_adapter(function, projection, "input" if projection == "down" else shape.attended_buffer)
-    hidden = function.row("%step", "hidden", shape.hidden_size, shape.element_bytes)
-    product = function.row("%step", "product", shape.hidden_size, 4)
+    hidden = function.token_row("hidden", shape.hidden_size, shape.element_bytes)
+    product = function.token_row("product", shape.hidden_size, 4)
     has_bias = shape.has_bias[PROJECTIONS.index(projection)]
     bias = function.field("%layer", LAYER, f"{projection}_bias") if has_bias else ""
     with function.loop("add", shape.hidden_size, LANES, {"sum": "zeroinitializer"}) as names:
@@ -533,8 +519,8 @@ def _gate(shape: BlockShape) -> str:
     """Writes `gate`, which multiplies SiLU, `x / (1 + e^-x)`, of the first half of `gate_up`'s output by the second."""
     function = _begin(shape, "gate")
     _apply_adapter(function, "gate_up", "normed")
-    product = function.row("%step", "product", 2 * shape.num_gated, 4)
-    target = function.row("%step", "input", shape.num_gated, shape.multiplied_bytes)
+    product = function.token_row("product", 2 * shape.num_gated, 4)
+    target = function.token_row("input", shape.num_gated, shape.multiplied_bytes)
     bias = function.field("%layer", LAYER, "gate_up_bias") if shape.has_bias[2] else ""
     constants = function.field("%step", STEP, "constants")
     one = function.splat(function.let("fadd float 1.0, 0.0"))
@@ -564,6 +550,7 @@ def _await(pauses: bool) -> str:
     """Writes `await`, which waits until `count` pieces are done. A thread that waits long yields its CPU."""
     return f"""\
 {"declare void @llvm.x86.sse2.pause()" if pauses else ""}
+declare i32 @sched_yield()
 define internal void @await(ptr %done, i64 %count) #0 {{
 entry:
   br label %look

@@ -14,16 +14,16 @@ from typing import Final
 
 from corolla.kernels.attention_text import (
     COMMON_FIELDS,
-    HEAD,
     LEAST,
     HeadShape,
     exponential_of_difference,
     item_of,
+    larger_of,
     largest_of,
     numbers_of,
     slot_of,
 )
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Function
 
 TILE_KEYS: Final = 64
 _TILE_RUNS: Final = TILE_KEYS // LANES
@@ -55,7 +55,7 @@ def module_source(shape: HeadShape) -> str:
     A job has the fields `JOB`; each block has an item for each key head. Counts are int64, and tables int32.
     """
     scores, values = _product_of_keys(shape), _products_of_values(shape)
-    parts = [HEAD, _transpose(shape), _copy(shape), _weigh()]
+    parts = [DECLARATIONS, _transpose(shape), _copy(shape), _weigh()]
     parts += [each.source() for each in dict.fromkeys([scores, *values])]
     return "\n".join([*parts, _Block(shape, scores, values).source(), ATTRIBUTES])
 
@@ -102,7 +102,7 @@ class _Product:
                 sums = function.load(FLOATS, places[name], align=4)
                 before[name] = function.let(f"fmul {FLOATS} {sums}, {correction}")
         with function.loop("lines", "%count", 1, before) as names:
-            line = function.at("%matrix", function.let(f"mul i64 {names['number']}, {4 * self.line_floats}"))
+            line = function.row("%matrix", names["number"], 4 * self.line_floats)
             numbers = [function.load(FLOATS, line, 4 * LANES * vector, 4) for vector in vectors]
             column = function.at("%rows", names["number"], "float")
             for row in rows:
@@ -135,7 +135,7 @@ def _products_of_values(shape: HeadShape) -> list[_Product]:
 def _transpose(shape: HeadShape) -> str:
     """Writes `transpose`, which stores 16 keys as columns of the tile."""
     function = Function("@transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to)")
-    keys = [function.at("%keys", function.let(f"mul i64 %key_slot, {number}")) for number in range(LANES)]
+    keys = [function.row("%keys", "%key_slot", number) for number in range(LANES)]
     for part in range(shape.key_size // LANES):
         vectors = [numbers_of(function, shape, key, part) for key in keys]
         distance = 1
@@ -158,7 +158,7 @@ def _copy(shape: HeadShape) -> str:
     """Writes `copy`, which stores 16 values as lines of the tile."""
     function = Function("@copy(ptr noalias %values, i64 %value_slot, ptr noalias %to)")
     for number in range(LANES):
-        value = function.at("%values", function.let(f"mul i64 %value_slot, {number}"))
+        value = function.row("%values", "%value_slot", number)
         for part in range(shape.value_size // LANES):
             place = function.at("%to", 4 * (shape.value_size * number + LANES * part))
             function.store(numbers_of(function, shape, value, part), place)
@@ -176,7 +176,7 @@ def _weigh() -> str:
     window = function.let("trunc i64 %window to i32")
     from_tile = function.let(f"add {INTS} {tile}, <{numbers}>")
     with function.loop("rows", _ROWS) as names:
-        of_row = function.at("%weights", function.let(f"mul i64 {names['number']}, {4 * TILE_KEYS}"))
+        of_row = function.row("%weights", names["number"], 4 * TILE_KEYS)
         places = [function.at(of_row, 4 * LANES * run) for run in range(_TILE_RUNS)]
         last_one = function.load("i32", function.at("%last", names["number"], "i32"), align=4)
         last = function.splat(last_one, "i32")
@@ -189,11 +189,11 @@ def _weigh() -> str:
             seen.append(function.let(f"and <{LANES} x i1> {not_later}, {in_window}"))
             given = function.load(FLOATS, place, align=4)
             scores.append(function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {given}, {FLOATS} {LEAST}"))
-            larger = _larger(function, scores[run], larger) if run else scores[0]
+            larger = larger_of(function, scores[run], larger) if run else scores[0]
         lane = function.let(f"mul i64 {names['number']}, {4 * LANES}")
         largest_at, sums_at, correction_at = (function.at(name, lane) for name in ("%largest", "%sums", "%corrections"))
         largest_before = function.load(FLOATS, largest_at, align=4)
-        largest = _larger(function, function.splat(largest_of(function, larger)), largest_before)
+        largest = larger_of(function, function.splat(largest_of(function, larger)), largest_before)
         # A query that has not seen a key yet has sums of 0, and minus infinity as its largest score.
         has_seen = function.let(f"fcmp one {FLOATS} {largest_before}, {LEAST}")
         raised = exponential_of_difference(function, "%constants", largest_before, largest)
@@ -207,12 +207,6 @@ def _weigh() -> str:
         for value, place in ((largest, largest_at), (total, sums_at), (correction, correction_at)):
             function.store(value, place)
     return function.source()
-
-
-def _larger(function: Function, vector: str, other: str) -> str:
-    """Writes the larger number of each lane; `other` where one of the two is NaN."""
-    is_more = function.let(f"fcmp ogt {FLOATS} {vector}, {other}")
-    return function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {vector}, {FLOATS} {other}")
 
 
 class _Block:
@@ -233,10 +227,8 @@ class _Block:
         }  # fmt: skip
         self._fields = {name: function.field("%job", JOB, name) for _, name in JOB}
         number, self._head = item_of(function)
-        block = function.at(self._fields["blocks"], function.let(f"mul i64 {number}, 16"))
-        self._first, self._count, self._key, page_at = (
-            function.let(f"zext i32 {function.load('i32', block, 4 * index, 4)} to i64") for index in range(4)
-        )
+        block = function.row(self._fields["blocks"], number, 16)
+        self._first, self._count, self._key, page_at = function.counts(block, 4)
         self._pages = function.at(self._fields["pages"], page_at, "i32")
         self._rows = function.let(f"mul i64 {self._count}, {shape.num_shared}")
         self._heads = function.let(f"mul i64 {self._fields['key_heads']}, {shape.num_shared}")
@@ -337,24 +329,22 @@ class _Block:
 
     def _of_slot(self, name: str, slot: str) -> str:
         function, fields = self._function, self._fields
-        base = function.at(fields[f"{name}s"], function.let(f"mul i64 {self._head}, {fields[f'{name}_head']}"))
-        return function.at(base, function.let(f"mul i64 {slot}, {fields[f'{name}_slot']}"))
+        base = function.row(fields[f"{name}s"], self._head, fields[f"{name}_head"])
+        return function.row(base, slot, fields[f"{name}_slot"])
 
     def _finish(self) -> None:
         function, size = self._function, self._shape.value_size
         with function.loop("finish", self._rows) as names:
             row = names["number"]
             totals = function.splat(function.total(function.load(FLOATS, self._of_row("sums", LANES, row), align=4)))
-            target = function.at(
-                self._fields["output"], function.let(f"mul i64 {self._number_of(row)}, {size}"), "float"
-            )
+            target = function.row(self._fields["output"], self._number_of(row), size, "float")
             done = self._parts(self._of_row("output", size, row), size)
             for own, place in zip(done, self._parts(target, size), strict=True):
                 function.store(function.let(f"fdiv {FLOATS} {function.load(FLOATS, own, align=4)}, {totals}"), place)
 
     def _of_row(self, name: str, num_floats: int, row: str) -> str:
         """The address of a row in scratch memory."""
-        return self._function.at(self._scratch[name], self._function.let(f"mul i64 {row}, {num_floats}"), "float")
+        return self._function.row(self._scratch[name], row, num_floats, "float")
 
     def _number_of(self, row: str) -> str:
         """The number of a row's query among the queries of all tokens and heads."""

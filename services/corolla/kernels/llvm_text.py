@@ -14,6 +14,19 @@ FMA: Final = "llvm.fma.v16f32"
 # LLVM must keep a vector of 16 float32 numbers in one register of 512 bits where the processor has such registers.
 ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512" }\n'
 
+DECLARATIONS: Final = f"""\
+declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
+declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
+declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
+declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
+declare float @llvm.sqrt.f32(float)
+declare i64 @llvm.umax.i64(i64, i64)
+declare i64 @llvm.umin.i64(i64, i64)
+declare i64 @llvm.smax.i64(i64, i64)
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+"""
+"""LLVM's own functions that modules call."""
+
 Fields = Sequence[tuple[str, str]]
 """The fields of a structure that functions read: the kind, `ptr` or `i64`, and name of each. A field has 64 bits."""
 
@@ -44,6 +57,14 @@ class Function:
     def at(self, base: str, offset: int | str, element: str = "i8") -> str:
         """The address of element number `offset` behind `base`. Elements are bytes unless `element` names a type."""
         return base if offset == 0 else self.let(f"getelementptr {element}, ptr {base}, i64 {offset}")
+
+    def row(self, table: str, number: int | str, size: int | str, element: str = "i8") -> str:
+        """The address of row `number` of a table whose rows are `size` elements apart."""
+        return self.at(table, self.let(f"mul i64 {number}, {size}"), element)
+
+    def counts(self, base: str, number: int) -> list[str]:
+        """The first int32 numbers behind `base`, which are not negative, as i64."""
+        return [self.let(f"zext i32 {self.load('i32', base, 4 * index, 4)} to i64") for index in range(number)]
 
     def load(self, kind: str, base: str, offset: int = 0, align: int = LANES) -> str:
         return self.let(f"load {kind}, ptr {self.at(base, offset)}, align {align}")

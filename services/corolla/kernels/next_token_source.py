@@ -11,16 +11,16 @@ from typing import Final
 
 from corolla.kernels.attention_text import (
     COMMON_FIELDS,
-    HEAD,
     LEAST,
     HeadShape,
     exponential_of_difference,
     item_of,
+    larger_of,
     largest_of,
     numbers_of,
     slot_of,
 )
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, INTS, LANES, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Function
 
 
 def module_source(shape: HeadShape) -> str:
@@ -30,7 +30,7 @@ def module_source(shape: HeadShape) -> str:
     query and a key head. Counts are int64, tables int32.
     """
     sizes = sorted({shape.key_size, shape.value_size})
-    parts = [HEAD, *(_fetch(shape, size) for size in sizes), _tile(shape), _piece(shape), _merge(shape)]
+    parts = [DECLARATIONS, *(_fetch(shape, size) for size in sizes), _tile(shape), _piece(shape), _merge(shape)]
     return "\n".join([*parts, ATTRIBUTES])
 
 
@@ -78,7 +78,7 @@ def _tile(shape: HeadShape) -> str:
     not_after = function.let(f"icmp ult {INTS} <{numbers}>, {high}")
     seen = function.let(f"and <{LANES} x i1> {after}, {not_after}")
     scaling = function.splat("%scaling")
-    keys = [function.at("%keys", function.let(f"mul i64 %key_slot, {number}")) for number in range(LANES)]
+    keys = [function.row("%keys", "%key_slot", number) for number in range(LANES)]
     corrections = [_weigh(function, shape, head, keys, seen, scaling, weights_at) for head in heads]
     states = {
         f"sum_{head}_{part}": function.at("%state", 4 * (head * shape.head_floats + LANES * part))
@@ -91,7 +91,7 @@ def _tile(shape: HeadShape) -> str:
             loaded = function.load(FLOATS, states[f"sum_{head}_{part}"], align=4)
             before[f"sum_{head}_{part}"] = function.let(f"fmul {FLOATS} {loaded}, {corrections[head]}")
     with function.loop("values", "%high", 1, before, start="%low") as names:
-        value = function.at("%values", function.let(f"mul i64 %value_slot, {names['number']}"))
+        value = function.row("%values", "%value_slot", names["number"])
         weight_at = function.at(weights_at, names["number"], "float")
         weights = [
             function.splat(function.let(f"load float, ptr {function.at(weight_at, 4 * LANES * head)}"))
@@ -130,8 +130,7 @@ def _weigh(
     before = function.load(FLOATS, largest_at, align=4)
     of_tile = function.splat(largest_of(function, scores))
     # A NaN score leaves the largest score unchanged, and its weight is NaN, too.
-    is_more = function.let(f"fcmp ogt {FLOATS} {of_tile}, {before}")
-    largest = function.let(f"select <{LANES} x i1> {is_more}, {FLOATS} {of_tile}, {FLOATS} {before}")
+    largest = larger_of(function, of_tile, before)
     correction = exponential_of_difference(function, "%constants", before, largest)
     raised = exponential_of_difference(function, "%constants", scores, largest)
     weights = function.let(f"select <{LANES} x i1> {seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
@@ -149,7 +148,7 @@ def _fetch(shape: HeadShape, size: int) -> str:
     """
     function = Function(f"@fetch_{size}(ptr %numbers, i64 %slot_bytes)")
     for number in range(LANES):
-        head = function.at("%numbers", function.let(f"mul i64 %slot_bytes, {number}"))
+        head = function.row("%numbers", "%slot_bytes", number)
         for line in range(0, size * shape.element_bytes, _LINE_BYTES):
             function.lines.append(f"  call void @llvm.prefetch.p0(ptr {function.at(head, line)}, i32 0, i32 3, i32 1)")
     return function.source()
@@ -160,11 +159,9 @@ def _piece(shape: HeadShape) -> str:
     function = Function("@piece(ptr %job, i64 %item)", is_internal=False)
     fields = {name: function.field("%job", JOB, name) for _, name in JOB}
     number, head = item_of(function)
-    piece = function.at(fields["pieces"], function.let(f"mul i64 {number}, 16"))
-    query, first, end, page_at = (
-        function.let(f"zext i32 {function.load('i32', piece, 4 * index, 4)} to i64") for index in range(4)
-    )
-    state = function.at(fields["states"], function.let(f"mul i64 %item, {shape.state_floats}"), "float")
+    piece = function.row(fields["pieces"], number, 16)
+    query, first, end, page_at = function.counts(piece, 4)
+    state = function.row(fields["states"], "%item", shape.state_floats, "float")
     for shared in range(shape.num_shared):
         base = function.at(state, 4 * shared * shape.head_floats)
         for index in range(shape.head_floats // LANES):
@@ -173,18 +170,15 @@ def _piece(shape: HeadShape) -> str:
     key_heads = fields["key_heads"]
     query_row = function.let(f"add i64 {function.let(f'mul i64 {query}, {key_heads}')}, {head}")
     row_bytes = shape.num_shared * shape.key_size * shape.element_bytes
-    queries = function.at(fields["query"], function.let(f"mul i64 {query_row}, {row_bytes}"))
+    queries = function.row(fields["query"], query_row, row_bytes)
     pages = function.at(fields["pages"], page_at, "i32")
-    keys, values = (
-        function.at(fields[f"{name}s"], function.let(f"mul i64 {head}, {fields[f'{name}_head']}"))
-        for name in ("key", "value")
-    )
+    keys, values = (function.row(fields[f"{name}s"], head, fields[f"{name}_head"]) for name in ("key", "value"))
     scaling = function.float_field("%job", JOB, "scaling")
     with function.loop("tiles", end, LANES, start=function.let(f"and i64 {first}, {-LANES}")) as names:
         tile = names["number"]
         slot = slot_of(function, pages, tile, fields["page_tokens"])
-        tile_keys = function.at(keys, function.let(f"mul i64 {slot}, {fields['key_slot']}"))
-        tile_values = function.at(values, function.let(f"mul i64 {slot}, {fields['value_slot']}"))
+        tile_keys = function.row(keys, slot, fields["key_slot"])
+        tile_values = function.row(values, slot, fields["value_slot"])
         next_tile = function.let(f"add i64 {tile}, {LANES}")
         # The last tile prefetches itself, since there may be no page behind the piece.
         is_one = function.let(f"icmp ult i64 {next_tile}, {end}")
@@ -192,7 +186,7 @@ def _piece(shape: HeadShape) -> str:
         next_slot = slot_of(function, pages, next_tile, fields["page_tokens"])
         for base, name, size in ((keys, "key", shape.key_size), (values, "value", shape.value_size)):
             stride = fields[f"{name}_slot"]
-            place = function.at(base, function.let(f"mul i64 {next_slot}, {stride}"))
+            place = function.row(base, next_slot, stride)
             function.lines.append(f"  call void @fetch_{size}(ptr {place}, i64 {stride})")
         seen = function.let(f"call i64 @llvm.umax.i64(i64 {first}, i64 {tile})")
         low = function.let(f"sub i64 {seen}, {tile}")
@@ -200,7 +194,7 @@ def _piece(shape: HeadShape) -> str:
         with function.loop("heads", shape.num_shared, shape.num_at_once) as heads:
             query_at = function.let(f"mul i64 {heads['number']}, {shape.key_size * shape.element_bytes}")
             head_query = function.at(queries, query_at)
-            head_state = function.at(state, function.let(f"mul i64 {heads['number']}, {shape.head_floats}"), "float")
+            head_state = function.row(state, heads["number"], shape.head_floats, "float")
             function.lines.append(
                 f"  call void @tile(ptr {head_query}, ptr {tile_keys}, ptr {tile_values}, i64 {fields['key_slot']}, "
                 f"i64 {fields['value_slot']}, i64 {low}, i64 {high}, float {scaling}, ptr {fields['constants']}, "
@@ -214,41 +208,31 @@ def _merge(shape: HeadShape) -> str:
     function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
     key_heads, constants = (function.field("%job", JOB, name) for name in ("key_heads", "constants"))
     number, head = item_of(function)
-    row = function.at(function.field("%job", JOB, "first_pieces"), function.let(f"mul i64 {number}, 12"))
-    query, first, end = (
-        function.let(f"zext i32 {function.load('i32', row, 4 * index, 4)} to i64") for index in range(3)
-    )
+    row = function.row(function.field("%job", JOB, "first_pieces"), number, 12)
+    query, first, end = function.counts(row, 3)
     query_row = function.let(f"add i64 {function.let(f'mul i64 {query}, {key_heads}')}, {head}")
-    output = function.at(
-        function.field("%job", JOB, "output"),
-        function.let(f"mul i64 {query_row}, {shape.num_shared * shape.value_size}"),
-        "float",
-    )
+    outputs, states = (function.field("%job", JOB, name) for name in ("output", "states"))
+    output = function.row(outputs, query_row, shape.num_shared * shape.value_size, "float")
     step = function.let(f"mul i64 {key_heads}, {4 * shape.state_floats}")
-    head_states = function.at(
-        function.field("%job", JOB, "states"), function.let(f"mul i64 {head}, {shape.state_floats}"), "float"
-    )
+    key_head_states = function.row(states, head, shape.state_floats, "float")
     with function.loop("heads", shape.num_shared) as heads:
         shared = heads["number"]
-        states = function.at(head_states, function.let(f"mul i64 {shared}, {shape.head_floats}"), "float")
+        head_states = function.row(key_head_states, shared, shape.head_floats, "float")
         with function.loop("seen", end, 1, {"largest": LEAST}, start=first) as names:
-            state = function.at(states, function.let(f"mul i64 {names['number']}, {step}"))
+            state = function.row(head_states, names["number"], step)
             of_piece = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
-            is_larger = function.let(f"fcmp ogt {FLOATS} {of_piece}, {names['largest']}")
-            names["largest"] = function.let(
-                f"select <{LANES} x i1> {is_larger}, {FLOATS} {of_piece}, {FLOATS} {names['largest']}"
-            )
+            names["largest"] = larger_of(function, of_piece, names["largest"])
         parts = range(shape.value_size // LANES)
         sums = dict.fromkeys([*(f"part_{part}" for part in parts), "weights"], "zeroinitializer")
         with function.loop("pieces", end, 1, sums, start=first) as names:
-            state = function.at(states, function.let(f"mul i64 {names['number']}, {step}"))
+            state = function.row(head_states, names["number"], step)
             own_largest = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
             weight = exponential_of_difference(function, constants, own_largest, "%seen_largest_after")
             for index, name in enumerate(sums):
                 own = function.load(FLOATS, state, 4 * LANES * index, 4)
                 names[name] = function.sum_of_product(own, weight, names[name])
         totals = function.splat(function.total("%pieces_weights_after"))
-        target = function.at(output, function.let(f"mul i64 {shared}, {shape.value_size}"), "float")
+        target = function.row(output, shared, shape.value_size, "float")
         for part in parts:
             quotient = function.let(f"fdiv {FLOATS} %pieces_part_{part}_after, {totals}")
             function.store(quotient, function.at(target, 4 * LANES * part))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, UNIT, Layout, PlainLayout
-from corolla.kernels.llvm_text import ATTRIBUTES, FLOATS, FMA, INTS, LANES, Fields, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Fields, Function
 from corolla.kernels.weights_source import columns, panel_part
 
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
@@ -24,10 +24,6 @@ UNPACKED_PANELS: Final = 2
 MAX_FEW_ROWS: Final = 8
 """The most rows for which weights are unpacked during the product; for more rows, they are unpacked before it."""
 
-_HEAD: Final = f"""\
-declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
-declare i64 @llvm.umin.i64(i64, i64)
-"""
 _HEAD_OF_PAIRS: Final = f"""\
 declare {FLOATS} @{_DOT}({FLOATS}, {_PAIRS}, {_PAIRS})
 declare {_PAIRS} @{_ROUND}({FLOATS}, {FLOATS})
@@ -78,19 +74,19 @@ def module_source(
         is_ordered: whether the columns of packed weights are in another order than the inputs. The first two functions
             then read two pointers at `weights`: to int32 `[columns]`, the input of each column, and to the panels.
     """
-    parts = [_HEAD, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
+    parts = [DECLARATIONS, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
     tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
     if isinstance(layout, PlainLayout):
         parts += [_tile(tile(layout, *size), "tile") for size in plain_tiles]
-        parts += [_part(layout, plain_tiles, rows), _all_or_few(unpacks=False)]
+        parts += [_part("part", layout, plain_tiles, rows)]
     else:
         unpacked = unpacked_layout(rows)
         few = [size for size in plain_tiles if size[1] <= UNPACKED_PANELS]
         parts += [_tile(tile(layout, *size, is_ordered), "tile") for size in packed_tiles]
         parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size, is_ordered), "unpacked") for size in few)]
-        parts += [_part(layout, packed_tiles, rows, is_ordered=is_ordered)]
-        parts += [_part(layout, few, rows, unpacked, is_ordered=is_ordered)]
-        parts += [_all_or_few(unpacks=True), _expand(layout)]
+        parts += [_part("few", layout, packed_tiles, rows, is_ordered=is_ordered)]
+        parts += [_part("many", layout, few, rows, unpacked, is_ordered=is_ordered)]
+        parts += [_MANY_OR_FEW, _expand(layout)]
     return "\n".join([*parts, _share(), ATTRIBUTES])
 
 
@@ -204,9 +200,9 @@ def _tile(tile: _FloatTile, name: str) -> str:
     )
     num_units = function.let(f"udiv i64 %columns, {tile.layout.step}")
     rows, panels = range(tile.num_rows), range(tile.num_panels)
-    x = [function.at("%x", function.let(f"mul i64 %columns, {row}"), element) for row in rows]
-    y = [function.at("%y", function.let(f"mul i64 %y_columns, {row}"), "float") for row in rows]
-    w = [function.at("%w", function.let(f"mul i64 %panel_bytes, {panel}")) for panel in panels]
+    x = [function.row("%x", "%columns", row, element) for row in rows]
+    y = [function.row("%y", "%y_columns", row, "float") for row in rows]
+    w = [function.row("%w", "%panel_bytes", panel) for panel in panels]
     places = list(itertools.product(rows, panels))
     carried = {f"sum_{row}_{panel}": "zeroinitializer" for row, panel in places}
     with function.loop("units", num_units, 1, carried) as names:
@@ -225,7 +221,7 @@ def _unpack(layout: Layout, rows: Rows) -> str:
     kind, blocks = (FLOATS, columns) if rows is Rows.FLOAT32 else (_PAIRS, _rounded_pairs)
     unit_bytes = UNIT // unpacked.block_weights * unpacked.block_bytes
     with function.loop("units", function.let(f"udiv i64 %columns, {UNIT}")) as names:
-        target = function.at("%to", function.let(f"mul i64 {names['number']}, {unit_bytes}"))
+        target = function.row("%to", names["number"], unit_bytes)
         for number, weights in enumerate(blocks(function, layout, "%w", names["number"])):
             place = function.at(target, number * unpacked.block_bytes)
             function.lines.append(f"  store {kind} {weights}, ptr {place}, align {LANES}")
@@ -238,6 +234,7 @@ _ARGUMENTS: Final = ", ".join(f"{kind} %{name}" for kind, name in _PASSED)
 
 
 def _part(
+    name: str,
     layout: Layout | PlainLayout,
     tiles: Tiles,
     rows: Rows,
@@ -245,13 +242,14 @@ def _part(
     *,
     is_ordered: bool = False,
 ) -> str:
-    """Writes `few` or `many`, which multiplies all rows by the panels `[first, end)`, one group of panels at a time.
+    """Writes a function that multiplies all rows by the panels `[first, end)`, one group of panels at a time.
 
     Args:
-        unpacked: the layout to which `many` unpacks a group's weights before it multiplies all rows by them; None: this
-            is `few`, which unpacks during the product.
+        name: its name; `part` can be called from outside.
+        unpacked: the layout to which a group's weights are unpacked before all rows are multiplied by them; None: they
+            are unpacked during the product.
     """
-    function = Function(f"@{'few' if unpacked is None else 'many'}({_ARGUMENTS})")
+    function = Function(f"@{name}({_ARGUMENTS})", is_internal=name != "part")
     weights, order = "%weights", ""
     if is_ordered:
         order = f", ptr {function.let('load ptr, ptr %weights, align 8')}"
@@ -269,28 +267,28 @@ def _part(
             fits = function.let(f"icmp uge i64 {left}, {width}")
             num_panels = function.let(f"select i1 {fits}, i64 {width}, i64 {num_panels}")
         groups["step"] = num_panels
-        w = function.at(weights, function.let(f"mul i64 {groups['number']}, {panel_bytes}"))
-        y = function.at("%y", function.let(f"mul i64 {groups['number']}, {LANES}"), "float")
+        w = function.row(weights, groups["number"], panel_bytes)
+        y = function.row("%y", groups["number"], LANES, "float")
         read_from, stride = w, panel_bytes
         if unpacked is not None:
             read_from, stride = "%scratch", unpacked_bytes
             with function.loop("unpacking", num_panels) as names:
-                packed = function.at(w, function.let(f"mul i64 {names['number']}, {panel_bytes}"))
-                target = function.at("%scratch", function.let(f"mul i64 {names['number']}, {unpacked_bytes}"))
+                packed = function.row(w, names["number"], panel_bytes)
+                target = function.row("%scratch", names["number"], unpacked_bytes)
                 function.lines.append(f"  call void @unpack(ptr {packed}, i64 %columns, ptr {target})")
 
         with function.loop("rows", "%rows") as names:
-            x_row = function.at("%x", function.let(f"mul i64 {names['number']}, %columns"), rows.value)
-            y_row = function.at(y, function.let(f"mul i64 {names['number']}, {y_columns}"), "float")
+            x_row = function.row("%x", names["number"], "%columns", rows.value)
+            y_row = function.row(y, names["number"], y_columns, "float")
             left = function.let(f"sub i64 %rows, {names['number']}")
-            name = "tile" if unpacked is None else "unpacked"
+            tile = "tile" if unpacked is None else "unpacked"
             for height, width in _chosen_tiles(function, tiles, widths, left, num_panels):
                 at_once = max(size for tall, size in tiles if tall == height and size <= width)
                 for first in range(0, width, at_once):
-                    w_tile = function.at(read_from, function.let(f"mul i64 {stride}, {first}"))
+                    w_tile = function.row(read_from, stride, first)
                     y_tile = function.at(y_row, LANES * first, "float")
                     function.lines.append(
-                        f"  call void @{name}_{height}_{at_once}(ptr {x_row}, i64 %columns, ptr {w_tile}, "
+                        f"  call void @{tile}_{height}_{at_once}(ptr {x_row}, i64 %columns, ptr {w_tile}, "
                         f"i64 {stride}, ptr {y_tile}, i64 {y_columns}{order})"
                     )
             names["step"] = "%height"
@@ -325,11 +323,7 @@ def _chosen_tiles(
     lines.append(f"tile_done:\n  %height = phi i64 {sources}")
 
 
-def _all_or_few(*, unpacks: bool) -> str:
-    """Writes `part`, which calls `many` for more than `MAX_FEW_ROWS` rows if `unpacks` is true, otherwise `few`."""
-    if not unpacks:
-        return f"define void @part({_ARGUMENTS}) #0 {{\n  call void @few({_ARGUMENTS})\n  ret void\n}}"
-    return f"""\
+_MANY_OR_FEW: Final = f"""\
 define void @part({_ARGUMENTS}) #0 {{
   %are_many = icmp ugt i64 %rows, {MAX_FEW_ROWS}
   br i1 %are_many, label %unpack, label %keep
@@ -349,7 +343,7 @@ def _share() -> str:
     first = function.let(f"mul i64 %item, {fields['size']}")
     after = function.let(f"add i64 {first}, {fields['size']}")
     end = function.let(f"call i64 @llvm.umin.i64(i64 {after}, i64 {fields['panels']})")
-    scratch = function.at(fields["scratch"], function.let(f"mul i64 %item, {fields['scratch_bytes']}"))
+    scratch = function.row(fields["scratch"], "%item", fields["scratch_bytes"])
     values = {**fields, "scratch": scratch, "first": first, "end": end}
     passed = ", ".join(f"{kind} {values[name]}" for kind, name in _PASSED)
     function.lines.append(f"  call void @part({passed})")
@@ -368,9 +362,9 @@ def _expand(layout: Layout) -> str:
         lane = function.let(f"urem i64 {row}, {LANES}")
         panel_at = function.let(f"mul i64 {function.let(f'udiv i64 {row}, {LANES}')}, {panel_bytes}")
         panel = function.at("%w", panel_at)
-        target = function.at("%y", function.let(f"mul i64 {names['number']}, %columns"), "float")
+        target = function.row("%y", names["number"], "%columns", "float")
         with function.loop("units", units) as inner:
-            place = function.at(target, function.let(f"mul i64 {inner['number']}, {UNIT}"), "float")
+            place = function.row(target, inner["number"], UNIT, "float")
             for column, weights in enumerate(columns(function, layout, panel, inner["number"])):
                 one = function.let(f"extractelement {FLOATS} {weights}, i64 {lane}")
                 lines.append(f"  store float {one}, ptr {function.at(place, column, 'float')}, align 4")

@@ -147,10 +147,10 @@ def columns(function: Function, layout: Layout | PlainLayout, panel: str, unit: 
     if isinstance(layout, PlainLayout):
         return _plain_columns(function, layout, panel, unit)
     if layout.units == 1:
-        block = function.at(panel, function.let(f"mul i64 {unit}, {layout.block_bytes}"))
+        block = function.row(panel, unit, layout.block_bytes)
         return _Unit(function, layout, block, "").columns()
     number = function.let(f"udiv i64 {unit}, {layout.units}")
-    block = function.at(panel, function.let(f"mul i64 {number}, {layout.block_bytes}"))
+    block = function.row(panel, number, layout.block_bytes)
     return _Unit(function, layout, block, function.let(f"urem i64 {unit}, {layout.units}")).columns()
 
 
@@ -167,4 +167,4 @@ def _plain_columns(function: Function, layout: PlainLayout, panel: str, unit: st
 
 def panel_part(function: Function, layout: PlainLayout, panel: str, unit: str) -> str:
     """Writes the address of the columns of a round, in a plain panel."""
-    return function.at(panel, function.let(f"mul i64 {unit}, {layout.block_bytes}"))
+    return function.row(panel, unit, layout.block_bytes)
