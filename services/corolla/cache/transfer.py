@@ -210,16 +210,24 @@ def _paged_parts(
     stored dtype.
     """
     slots_of: dict[tuple[int, int], Tensor] = {}
-    offset = 0
-    for layer, start in _sent_runs(cache.store, layers, copy):
-        group, num_tokens = cache.store.group_of(layer), copy.end - start
+    for layer, start, tensor, part in _sent_parts(cache.store, layers, copy, payload):
+        group = cache.store.group_of(layer)
         if (group, start) not in slots_of:
-            slots = torch.tensor(cache.slots(start, num_tokens, group))
+            slots = torch.tensor(cache.slots(start, copy.end - start, group))
             slots_of[group, start] = to_device(slots, payload.device, torch.int64)
-        for tensor in cache.store.layer(layer):
-            num_bytes = num_tokens * tensor[0].nbytes
-            part = payload[offset : offset + num_bytes].view(tensor.dtype).view(num_tokens, *tensor.shape[1:])
-            yield tensor, slots_of[group, start], part
+        yield tensor, slots_of[group, start], part
+
+
+def _sent_parts(
+    store: KVStore, layers: range, copy: TokenCopy, payload: Tensor
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yields each layer with its first token, and for its keys, then its values, what is stored and what was sent."""
+    offset = 0
+    for layer, start in _sent_runs(store, layers, copy):
+        for tensor in store.layer(layer):
+            num_bytes = (copy.end - start) * tensor[0].nbytes
+            sent = payload[offset : offset + num_bytes].view(tensor.dtype).view(-1, *tensor.shape[1:])
+            yield layer, start, tensor, sent
             offset += num_bytes
 
 
@@ -232,15 +240,7 @@ def _paged_firsts(store: KVStore, layers: range, copy: TokenCopy) -> list[tuple[
 def _pages_are_finite(store: KVStore, layers: range, copy: TokenCopy, payload: Tensor) -> bool:
     if store.codec is None:
         return _are_finite(payload.view(store.layer(_paged(store, layers)[0])[0].dtype))
-    offset = 0
-    for layer, start in _sent_runs(store, layers, copy):
-        for tensor in store.layer(layer):
-            num_bytes = (copy.end - start) * tensor[0].nbytes
-            part = payload[offset : offset + num_bytes].view(tensor.dtype)
-            if not _are_finite(store.codec.decode(part.view(-1, *tensor.shape[1:]))):
-                return False
-            offset += num_bytes
-    return True
+    return all(_are_finite(store.decoded(sent)) for *_, sent in _sent_parts(store, layers, copy, payload))
 
 
 def _are_finite(numbers: Tensor) -> bool:
