@@ -57,7 +57,7 @@ def test_it_answers_as_the_unsplit_model_and_the_server_of_the_head_has_the_fewe
 
 def test_auto_gives_the_server_of_the_head_fewer_blocks() -> None:
     checkpoint = Checkpoint.from_pretrained(str(gemma_checkpoint()))
-    speed = measure_speed(checkpoint, torch.float32, "cpu", "none", 1)
+    speed = measure_speed(checkpoint, torch.float32, "cpu")
     first = choose_span([], 18, 17, 1.0, speed.head_blocks)
     second = choose_span([HostedSpan(first, 1.0, speed.head_blocks)], 18, 17, 1.0, speed.head_blocks)
     assert (str(first), str(second)) == ("0:17", "17:18")

@@ -16,9 +16,9 @@ from corolla.compute.agreement import LayerCheck, check_small_copy
 from corolla.compute.device import memory_of
 from corolla.compute.device_memory import SHARE_OF_ACTIVATIONS, DeviceMemory
 from corolla.compute.graph_choice import choose_graphs
-from corolla.compute.sizes import step_size
+from corolla.compute.sizes import state_sizes, step_size
 from corolla.compute.span_runner import SpanRunner
-from corolla.compute.speed import Speed, measure_speed, state_bytes
+from corolla.compute.speed import Speed, measure_speed
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
@@ -92,8 +92,8 @@ class SpanLoader:
         """Measures one block of the model on this machine."""
         settings = self._settings
         return measure_speed(
-            checkpoint, DTYPES[settings.dtype], settings.device, settings.quantization, settings.threads,
-            self._new_runner,
+            checkpoint, DTYPES[settings.dtype], settings.device, settings.quantization,
+            settings.kv_cache_dtype, settings.threads, self._new_runner,
         )  # fmt: skip
 
     def weight_bytes(self, memory: DeviceMemory | None, checkpoint: Checkpoint) -> int:
@@ -134,7 +134,7 @@ class SpanLoader:
             settings.num_page_tokens,
             cache_bytes_per_token,
             max(self._max_step_tokens, _MAX_TAKEN_BACK),
-            state_bytes(model, self._new_runner),
+            sum(state_sizes(checkpoint, model.dtype)[model.span.start : model.span.end]),
         )
         cache_bytes = self._cache_bytes(model, checkpoint)
         if draft_model is not None:

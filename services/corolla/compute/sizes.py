@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from corolla.cache.layout import stand_in_bytes
 from corolla.cache.states import LayerState
 from corolla.chassis.weight_formats import PACKED
 from corolla.compute.attention.latents import MAX_EXPANDED_BYTES
@@ -43,11 +44,9 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv
     config, whole = checkpoint.config, Span(0, checkpoint.num_blocks)
     model = empty_span(checkpoint, whole)
     pageless, windows = pageless_layers(config), attention_windows(model, checkpoint.family)
-    token_bytes = cache_numbers(checkpoint) * dtype.itemsize
-    if kv_cache_dtype != "auto":
-        token_bytes = cache_numbers(checkpoint, more_of_a_head=int(kv_cache_dtype == "int8"))
+    token_bytes = _token_bytes(checkpoint, dtype, kv_cache_dtype)
     weights, loading = _block_bytes(checkpoint, model, whole, dtype, quantization)
-    states = state_sizes(checkpoint, whole, dtype)
+    states = state_sizes(checkpoint, dtype)
     blocks = tuple(
         BlockSize(
             weights[index], loading[index], 0 if index in pageless else token_bytes, windows[index], states[index]
@@ -66,6 +65,20 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str, kv
     )
 
 
+def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+    """The bytes of one token's keys and values in a block that keeps them."""
+    if kv_cache_dtype == "auto":
+        return _cache_numbers(checkpoint) * dtype.itemsize
+    return _cache_numbers(checkpoint, more_of_a_head=int(kv_cache_dtype == "int8"))
+
+
+def cache_bytes_per_token(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: str) -> int:
+    """The bytes of one token's keys and values in one block; if no block keeps any, what stands for its states."""
+    if len(pageless_layers(checkpoint.config)) < checkpoint.num_blocks:
+        return _token_bytes(checkpoint, dtype, kv_cache_dtype)
+    return stand_in_bytes(max(state_sizes(checkpoint, dtype)))
+
+
 def step_size(checkpoint: Checkpoint, dtype: torch.dtype) -> StepSize:
     """Reckons what a step takes next to weights, keys and values.
 
@@ -80,15 +93,16 @@ def step_size(checkpoint: Checkpoint, dtype: torch.dtype) -> StepSize:
 
 
 @torch.inference_mode()
-def state_sizes(checkpoint: Checkpoint, span: Span, dtype: torch.dtype) -> list[int]:
+def state_sizes(checkpoint: Checkpoint, dtype: torch.dtype) -> list[int]:
     """The bytes of each block's recurrent states of one session at one position.
 
-    The family's own code computes one token on the meta device, which has shapes and no numbers.
+    The family's own code computes one token on the meta device, which has shapes and no numbers. It runs the whole
+    model, since some families ask a block with keys and values for the position.
     """
-    sizes = [0] * len(span)
+    sizes = [0] * checkpoint.num_blocks
     if not checkpoint.family.past.keeps_states:
         return sizes
-    model: Any = empty_span(checkpoint, span, dtype)
+    model: Any = empty_span(checkpoint, Span(0, checkpoint.num_blocks), dtype)
     model.config._attn_implementation = "sdpa"
     model.config._experts_implementation = "batched_mm"
     cache = DynamicCache(config=model.config)
@@ -109,7 +123,7 @@ def _mlp_numbers(checkpoint: Checkpoint) -> int:
     return max(3 * inner, num_chosen * max(3 * width, width + hidden_size))
 
 
-def cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
+def _cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
     """How many numbers a block keeps of one token.
 
     Args:

@@ -1,6 +1,7 @@
 """How many servers a model needs: what each holds in memory, and how fast its bandwidth lets tokens come. Pure."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -304,23 +305,14 @@ def parse_bytes(text: str) -> int:
     Raises:
         SettingsError: the text does not name a size.
     """
-    number, unit = text.strip(), ""
-    for unit in _UNITS:
-        if number.lower().endswith(unit.lower()):
-            number = number[: len(number) - len(unit)].strip()
-            break
-    else:
-        number = ""
-    try:
-        size = float(number) * _UNITS[unit]
-    except ValueError:
-        size = math.nan
-    if not (math.isfinite(size) and size >= 1):
+    match = re.fullmatch(r"\s*(\d{0,15}\.?\d{1,15})\s*([a-z]+)\s*", text, re.ASCII | re.IGNORECASE)
+    size = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
+    if size < 1:
         raise SettingsError(f"{text} is no size of memory; give one with its unit, such as 24GiB or 80GB")
     return int(size)
 
 
 _UNITS: Final = {
-    "MiB": MIB, "GiB": GIB, "TiB": GIB << 10, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "Mi": MIB, "Gi": GIB, "Ti": GIB << 10,
+    "mib": MIB, "gib": GIB, "tib": GIB << 10, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "mi": MIB, "gi": GIB, "ti": GIB << 10,
 }  # fmt: skip

@@ -8,14 +8,13 @@ from typing import Final
 
 import torch
 
-from corolla.cache.layout import stand_in_bytes
 from corolla.chassis.processors import available_cores, is_cpu
 from corolla.compute.base import RowWork
+from corolla.compute.sizes import cache_bytes_per_token
 from corolla.compute.span_runner import SpanRunner
 from corolla.compute.threads import num_threads_for
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
-from corolla.models.families import recurrent_layers
 from corolla.models.span_model import SpanModel, empty_span, make_span
 from corolla.wire.span import Span
 
@@ -98,6 +97,7 @@ def measure_speed(
     dtype: torch.dtype,
     device: str,
     quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     num_threads: int = 1,
     new_runner: Callable[..., SpanRunner] = SpanRunner,
 ) -> Speed:
@@ -107,6 +107,7 @@ def measure_speed(
     any.
 
     Args:
+        kv_cache_dtype: how keys and values are stored; see `SpanRunner`.
         num_threads: threads that this process computes with from now on; 0: as many as the rule of `threads` has for
             this block, and 1 for a device other than a CPU, which computes by itself.
         new_runner: makes a `SpanRunner` with this server's settings, so that the measured code is what will run.
@@ -121,82 +122,25 @@ def measure_speed(
         num_weights = sum(each.numel() for each in empty_span(checkpoint, largest, dtype).parameters())
         num_threads = num_threads_for(num_weights, available_cores()) if is_cpu(device) else 1
     torch.set_num_threads(num_threads)
-    trial = _Trial(made(), new_runner)
-    prefill_s, decode_s = trial.prefill_s(), trial.decode_s()
+    model = made()
+    # This many pages are enough, even if a page has one token.
+    runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1)
+    cache = runner.new_cache()
+    cache.reserve(_PREFILL_TOKENS + 1)
+
+    def seconds(position: int, num_tokens: int) -> float:
+        hidden = torch.zeros(num_tokens, model.hidden_size, dtype=dtype)
+        # Long factors of a longrope embedding allow any length.
+        rows = [RowWork(cache, position, num_tokens, long_factors=True)]
+        return _best_seconds(lambda: runner.forward(rows, hidden, model.span))
+
+    prefill_s, decode_s = seconds(0, _PREFILL_TOKENS), seconds(_PREFILL_TOKENS, 1)
     others = (made(other).nbytes for other in checkpoint.largest_blocks if other != checkpoint.largest_block)
-    block_bytes = max(trial.model.nbytes, *others, 0)
-    # If a model has no keys and values, pages account for recurrent states.
-    bytes_per_token = (
-        trial.page_bytes_per_token
-        or _page_bytes(checkpoint, dtype, device, new_runner)
-        or stand_in_bytes(trial.state_bytes)
-    )
+    block_bytes = max(model.nbytes, *others, 0)
+    bytes_per_token = cache_bytes_per_token(checkpoint, dtype, kv_cache_dtype)
     # One row takes as long as reading the weights, so bytes are enough. A head to measure could take gigabytes.
     head_blocks = head_bytes(checkpoint, dtype, quantization) / block_bytes
     return Speed(1 / decode_s, _PREFILL_TOKENS / prefill_s, bytes_per_token, num_threads, head_blocks, block_bytes)
-
-
-class _Trial:
-    """Runs a short prompt, or the token after it, through one block."""
-
-    def __init__(self, model: SpanModel, new_runner: Callable[..., SpanRunner]) -> None:
-        self.model = model
-        # This many pages are enough, even if a page has one token.
-        self._runner = new_runner(model, num_pages=_PREFILL_TOKENS + 1)
-        self._cache = self._runner.new_cache()
-        self._cache.reserve(_PREFILL_TOKENS + 1)
-
-    def prefill_s(self) -> float:
-        return self._seconds(0, _PREFILL_TOKENS)
-
-    def decode_s(self) -> float:
-        return self._seconds(_PREFILL_TOKENS, 1)
-
-    @property
-    def page_bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values; valid after the first run."""
-        return _bytes_per_token(self._runner)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the block's recurrent states of one session; valid after the first run."""
-        return _state_bytes(self._runner)
-
-    def _seconds(self, position: int, num_tokens: int) -> float:
-        hidden = torch.zeros(num_tokens, self.model.hidden_size, dtype=self.model.dtype)
-        # Long factors of a longrope embedding allow any length.
-        rows = [RowWork(self._cache, position, num_tokens, long_factors=True)]
-        return _best_seconds(lambda: self._runner.forward(rows, hidden, self.model.span))
-
-
-def _page_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: str, new_runner: Callable[..., SpanRunner]) -> int:
-    """Bytes of a token's keys and values in a block that caches them; 0 if no block does."""
-    block = Span(checkpoint.caching_block, checkpoint.caching_block + 1)
-    model = make_span(checkpoint, block, dtype=dtype, device=device)
-    runner = new_runner(model, num_pages=1, is_fused=False)
-    runner.warm_up()
-    return _bytes_per_token(runner)
-
-
-def _bytes_per_token(runner: SpanRunner) -> int:
-    return runner.store.page_bytes // runner.store.pool.page_tokens
-
-
-def state_bytes(model: SpanModel, new_runner: Callable[..., SpanRunner] = SpanRunner) -> int:
-    """Bytes of the recurrent states of one session at one position.
-
-    Args:
-        new_runner: makes a `SpanRunner` with this server's settings.
-    """
-    if not recurrent_layers(model.config):
-        return 0
-    runner = new_runner(model, num_pages=1, is_fused=False)
-    runner.warm_up()
-    return _state_bytes(runner)
-
-
-def _state_bytes(runner: SpanRunner) -> int:
-    return sum(shape.nbytes for shape in runner.store.state_shapes.values())
 
 
 def _best_seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

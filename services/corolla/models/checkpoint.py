@@ -245,11 +245,6 @@ class Checkpoint:
         """The largest of all blocks."""
         return max(self.largest_blocks, key=self._sizes.__getitem__)
 
-    @property
-    def caching_block(self) -> int:
-        """The first of the largest blocks with keys and values; if no block has them, the largest of all."""
-        return self.largest_blocks[0]
-
     @functools.cached_property
     def _sizes(self) -> dict[int, tuple[int, int]]:
         """A sort key for the size of each block: its number of tensors, then its number of heads if blocks differ."""
