@@ -1,21 +1,29 @@
 """Attention that finds keys by page tables, by its definition, so that steps can be recorded without a GPU."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from corolla.compute.attention.base import AttentionBatch, LayerInput
-from corolla.compute.attention.page_tables import PagedBackend, tables_of
+from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.kernels.page_tables import PageTables
 
 
-class PagedDefinition(PagedBackend):
+class PagedDefinition(PagedTriton):
     """Stands in for the kernels that only GPUs have. It looks at the numbers in tensors with tensors only."""
 
     name = "paged"
 
+    def __init__(self) -> None:
+        pass  # without Triton
+
+    def parts(self, rows: Sequence[PackedRow]) -> Sequence[Sequence[PackedRow]]:
+        return (rows,)
+
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         keys, values = batch.write(given.layer, given.key, given.value)
-        (tables,) = tables_of(batch, given.layer, given.query.device)
+        (tables,) = batch.prepared[batch.store.group_of(given.layer)]
         keys, values = (part.view(-1, tables.page_tokens, *part.shape[1:]) for part in (keys, values))
         return _attended(given, keys, values, tables)
 

@@ -88,8 +88,8 @@ def attend_to_codes(codec: str) -> None:
     for num_queries in (1, 64):
         one, two = (torch.empty(count, dtype=torch.int32, device="meta") for count in (1, 2))
         tables = PageTables(
-            first_queries=two, first_keys=two, first_pages=one, num_keys=one, pages=one[:, None],
-            max_queries=num_queries, max_keys=64, num_pages=1, page_tokens=64,
+            first_queries=two, first_pages=one, num_keys=one, pages=one[:, None],
+            max_queries=num_queries, num_pages=1, page_tokens=64,
         )  # fmt: skip
         query = torch.empty(num_queries, 8, 64, dtype=dtype, device="meta")
         attend(query, pages, pages, tables, scaling=0.125, codec=codec)

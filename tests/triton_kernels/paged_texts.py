@@ -1,6 +1,5 @@
 """Texts on pages, whose attention the kernels compute in any cut."""
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -75,11 +74,9 @@ class PagedTexts:
         tables = PageTables(
             pages=integers([[*self._pages[text], *[0] * (width - len(self._pages[text]))] for text, _, _ in rows]),
             first_queries=integers([0, *ends]),
-            first_keys=integers([0, *itertools.accumulate(end for _, _, end in rows)]),
             num_keys=integers([end for _, _, end in rows]),
             first_pages=integers([sum(counts[:row]) for row in range(len(rows))]),
             max_queries=max(end - start for _, start, end in rows),
-            max_keys=max(end for _, _, end in rows),
             num_pages=sum(counts),
             page_tokens=self.page_tokens,
         )

@@ -37,8 +37,8 @@ def attend_by(head: int, dtype: torch.dtype) -> None:
     pages = empty(PAGE_TOKENS, 2, head, dtype=dtype)
     for num_queries in (1, PAGE_TOKENS):
         tables = PageTables(
-            first_queries=two, first_keys=two, first_pages=one, num_keys=one, pages=one[:, None],
-            max_queries=num_queries, max_keys=PAGE_TOKENS, num_pages=1, page_tokens=PAGE_TOKENS,
+            first_queries=two, first_pages=one, num_keys=one, pages=one[:, None],
+            max_queries=num_queries, num_pages=1, page_tokens=PAGE_TOKENS,
         )  # fmt: skip
         query = empty(num_queries, 4, head, dtype=dtype)
         attend(query, pages, pages, tables, scaling=0.1, window=4096, softcap=50.0)

@@ -136,12 +136,10 @@ class DecodeBuffers:
         tables = {
             group: PageTables(
                 first_queries=self._first_queries[: size + 1],
-                first_keys=pad(num_keys[group].cumsum(0, dtype=torch.int32), (1, 0)),
                 first_pages=pad(num_pages[group].cumsum(0, dtype=torch.int32), (1, 0))[:-1],
                 num_keys=num_keys[group],
                 pages=pages[:size],
                 max_queries=1,
-                max_keys=pages.shape[1] * page_tokens,
                 num_pages=min(size * pages.shape[1], self._max_pages),
                 page_tokens=page_tokens,
             )

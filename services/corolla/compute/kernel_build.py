@@ -148,12 +148,10 @@ def _tables(num_rows: int, max_queries: int, page_tokens: int) -> PageTables:
 
     return PageTables(
         first_queries=integers(num_rows + 1),
-        first_keys=integers(num_rows + 1),
         first_pages=integers(num_rows),
         num_keys=integers(num_rows),
         pages=integers(num_rows, 1),
         max_queries=max_queries,
-        max_keys=max_queries,
         num_pages=num_rows,
         page_tokens=page_tokens,
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore, SessionCache
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBackend, PackedRow
 from corolla.compute.base import Blocks, PackedStep
 from corolla.compute.fused_blocks import FusedBlocks
 from corolla.kernels.kernel_trial import relative_error
@@ -110,7 +110,7 @@ class LayerTrial:
             rows.append(PackedRow(cache, start, first, first + end - start))
         hidden = torch.cat([self._hidden[start:end] for _, start, end in parts])
         positions = torch.cat([torch.arange(start, end, device=hidden.device) for _, start, end in parts])
-        step = PackedStep((), positions, self._num_tokens, AttentionBatch(store, rows, self._backend))
+        step = PackedStep((), positions, self._num_tokens, self._backend.batch(store, rows, hidden.device)[0])
         output = blocks.forward(step, hidden, range(1))
         for cache, _, end in parts:
             cache.commit(end)

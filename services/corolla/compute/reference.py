@@ -4,18 +4,20 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-from transformers import Cache
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.cache.states import LayerState
 from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
-from corolla.compute.attention.ragged import RAGGED
 from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
+
+RAGGED: Final = "corolla_ragged"
+"""The attention function of families that keep keys and values of all heads."""
 
 
 class FamilyBlocks(Blocks):
@@ -183,3 +185,52 @@ class _RowCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    batch: AttentionBatch,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls for the rows of a batch.
+
+    The store knows the layer's window.
+
+    Args:
+        module: the family's attention module; its `layer_idx` picks the layer of the caches.
+        query: `[1, heads, N, head_dim]` in the model's dtype.
+        key: `[1, key heads, N, head_dim]` in the same dtype.
+        value: `[1, key heads, N, value head size]` in the same dtype.
+        attention_mask: unused; transformers makes no mask for functions that it does not know.
+        batch: the rows.
+        scaling: the factor of the scores; None: one over the square root of the head size.
+        softcap: the bound of the scores; None: they are not bounded.
+        s_aux: `[heads]` in the model's dtype or float32, the sinks; None: there are none.
+
+    Returns:
+        The output `[1, N, heads, value head size]` in the query's dtype, and None.
+    """
+    layer: Any = module.layer_idx
+    output = batch.attend(
+        layer,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=batch.store.window_of(layer),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    # transformers' own functions return a contiguous tensor, and some families make a view of it.
+    return output.contiguous().unsqueeze(0), None
+
+
+AttentionInterface.register(RAGGED, ragged_attention)

@@ -12,7 +12,6 @@ from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import ShapeProbe, choose_backend
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
-from corolla.compute.attention.page_tables import PagedBackend, paged_batch
 from corolla.compute.base import Blocks, Embed, LaunchedBatch, PackedStep, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
@@ -237,11 +236,8 @@ class SpanRunner:
     def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> PackedStep:
         tell_factors(self.model, rows)
         positions = [row.position + index for row in rows for index in range(row.num_tokens)]
-        packed, numbers = _packed(rows), [(positions, torch.int64)]
-        if isinstance(self.backend, PagedBackend):
-            batch, (position_ids,) = paged_batch(self.store, packed, self.backend, device, numbers)
-        else:
-            batch, (position_ids,) = AttentionBatch(self.store, packed, self.backend), copied_numbers(numbers, device)
+        numbers = [(positions, torch.int64)]
+        batch, (position_ids,) = self.backend.batch(self.store, _packed(rows), device, numbers)
         return PackedStep(rows, position_ids, max(positions) + 1, batch, self.blocks.adapters(rows))
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:

@@ -354,7 +354,7 @@ def choose_triton_blocks(
         stacks: the stacked copies of adapters.
         takes_adapters: whether rows may have adapters.
     """
-    if not isinstance(backend, PagedTriton):
+    if backend.name != PagedTriton.name:
         return None
     failure = next((failed for layer in span.layers if (failed := why_unsupported(layer, dtype)) is not None), None)
     failure = failure or failure_of(lambda: _failed_trial(span, store.pool.page_tokens, dtype, store.codec))

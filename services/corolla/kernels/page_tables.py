@@ -15,23 +15,18 @@ class PageTables:
 
     Attributes:
         first_queries: int32 `[rows + 1]`: where each row's queries begin, and where the last row's queries end.
-        first_keys: int32 `[rows + 1]`: the same for keys, as if all rows' keys lay one after another. Flash attention
-            finds keys by `pages`, but refuses a call without `first_keys`.
         first_pages: int32 `[rows]`: how many pages with keys the rows before a row have together.
         num_keys: int32 `[rows]`: the keys of each row, counted from its first page on.
         pages: int32 `[rows, longest]`: the ids of each row's pages.
         max_queries: the most queries of a row.
-        max_keys: the most keys of a row.
         num_pages: no fewer than all rows' pages with keys.
         page_tokens: tokens of a page.
     """
 
     first_queries: Tensor
-    first_keys: Tensor
     first_pages: Tensor
     num_keys: Tensor
     pages: Tensor
     max_queries: int
-    max_keys: int
     num_pages: int
     page_tokens: int

@@ -149,7 +149,7 @@ def largest_difference(
             )
             text.append((query, key, draw(num_tokens, shape.num_key_heads, shape.value_size)))
         query, key, value = (torch.cat([text[-1][part] for text in texts]) for part in range(3))
-        output = AttentionBatch(store, rows, backend).attend(
+        output = backend.batch(store, rows, device)[0].attend(
             0, query, key, value, scaling=shape.scaling, window=window, softcap=shape.softcap, sinks=sinks
         )
         for row, text in zip(rows, texts, strict=True):
@@ -180,7 +180,7 @@ def _definition(
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(keys)], values)
 
 
-class ShapeProbe:
+class ShapeProbe(AttentionBackend):
     """An attention backend that notes what layers ask for, and computes nothing.
 
     Attributes:

@@ -4,14 +4,19 @@ All rows' new keys and values are written into the pages of their sessions; then
 own session, in their pages. Rows never see each other. All tensors of a call are on the device of the pages.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from corolla.cache.store import KVStore, SessionCache
+from corolla.wire.device_copies import copied_numbers
+
+NumberLists = Sequence[tuple[Sequence[int], torch.dtype]]
+"""Lists of numbers, each with an integer dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class AttentionShape:
     has_sinks: bool = False
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """A way to compute attention over pages.
 
     With a codec, tokens of a chunk see each other's keys and values rounded, as later tokens will see them.
@@ -96,9 +101,25 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    @abstractmethod
     def attend(self, batch: "AttentionBatch", given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        ...
+
+    def batch(
+        self, store: KVStore, rows: Sequence[PackedRow], device: torch.device, others: NumberLists = ()
+    ) -> tuple["AttentionBatch", list[Tensor]]:
+        """Makes the batch of these rows, and brings other numbers to the device, for which nothing waits.
+
+        Args:
+            store: the store of all rows' keys and values.
+            rows: rows of different sessions.
+            device: where the pages are.
+            others: the other numbers.
+
+        Returns:
+            The batch, and the other numbers, `[length]` of their dtypes.
+        """
+        return AttentionBatch(store, rows, self), copied_numbers(others, device)
 
 
 class AttentionBatch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, LayerInput, PackedRow
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.kernels import chunk_source, next_token_source
@@ -72,7 +72,7 @@ class Tables:
     num_keys: int
 
 
-class CompiledAttention:
+class CompiledAttention(AttentionBackend):
     """Attention by compiled functions, or by torch's flash attention if they do not support the heads or the cache.
 
     Raises:

@@ -1,17 +1,27 @@
 """Attention over pages of any size by Triton kernels, with the same bits for a token whatever else is in the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow
-from corolla.compute.attention.page_tables import PagedBackend, tables_of
+from corolla.compute.attention.base import (
+    AttentionBackend,
+    AttentionBatch,
+    LayerInput,
+    NumberLists,
+    PackedRow,
+    slots_of,
+)
 from corolla.compute.attention.partial_attention import math
 from corolla.compute.attention.run_attention import RunAttention
+from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import missing
+from corolla.wire.device_copies import copied_numbers
 
 # About half a tile of the kernel for chunks.
 _MOST_TOKENS_OF_SHORT_ROW: Final = 8
@@ -20,7 +30,7 @@ MOST_KEYS_OF_SHORT_ROWS: Final = 2**19
 MiB, if a model has 32 heads of 128 numbers, and a page 64 tokens."""
 
 
-class PagedTriton(PagedBackend):
+class PagedTriton(AttentionBackend):
     """Our own kernels, for CUDA; Triton's interpreter runs them on a CPU.
 
     Each page of a row is computed by itself, and the pages are merged in their order, for single tokens as for chunks.
@@ -37,8 +47,21 @@ class PagedTriton(PagedBackend):
             raise StartupError(lack)
         self._other = RunAttention("math", math)
 
+    def batch(
+        self, store: KVStore, rows: Sequence[PackedRow], device: torch.device, others: NumberLists = ()
+    ) -> tuple[AttentionBatch, list[Tensor]]:
+        """See `AttentionBackend.batch`. Slots and page tables come to the device by the same copy as the others."""
+        groups, parts = range(len(store.rules)), self.parts(rows)
+        numbers = [[_Numbers(part, group, store.pool.page_tokens) for part in parts] for group in groups]
+        slots = [(slots_of(rows, group), torch.int64) for group in groups]
+        lists = [each for of_group in numbers for part in of_group for each in part.lists]
+        copied = iter(copied_numbers([*others, *slots, *lists], device))
+        given, copied_slots = [next(copied) for _ in others], {group: next(copied) for group in groups}
+        tables = {group: tuple(part.tables(copied) for part in numbers[group]) for group in groups}
+        return AttentionBatch(store, rows, self, slots=copied_slots, prepared=tables), given
+
     def parts(self, rows: Sequence[PackedRow]) -> Sequence[Sequence[PackedRow]]:
-        """See `PagedBackend.parts`: single tokens, and the chunks from the first one on.
+        """The rows in the parts that have page tables of their own, in order: single tokens, and the chunks.
 
         A program for chunks reads all pages of its tokens one after another. A row of few tokens, such as one that
         checks drafts, has few of these programs, so its tokens count as single ones; but only as many of them as the
@@ -102,9 +125,42 @@ def attend_stored(
     from corolla.kernels.triton.launches import attend
 
     codec, out = batch.store.codec, torch.empty_like(query)
-    for tables in tables_of(batch, layer, query.device):
+    for tables in batch.prepared[batch.store.group_of(layer)]:
         attend(
             query, keys, values, tables, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
             codec=None if codec is None else codec.name, out=out,
         )  # fmt: skip
     return out
+
+
+class _Numbers:
+    """The numbers of the page tables of rows for one group of layers.
+
+    Attributes:
+        lists: what `tables` takes, each with its dtype; the pages of all rows follow one another.
+    """
+
+    def __init__(self, rows: Sequence[PackedRow], group: int, page_tokens: int) -> None:
+        tables = [row.cache.tables[group] for row in rows]
+        num_keys = [row.position + row.num_tokens - table.first_token for row, table in zip(rows, tables, strict=True)]
+        self._longest = max(len(table.pages) for table in tables)
+        ends = list(accumulate(-(-keys // page_tokens) for keys in num_keys))
+        pages = [page for table in tables for page in (*table.pages, *[0] * (self._longest - len(table.pages)))]
+        first_queries = [rows[0].start, *(row.end for row in rows)]
+        lists = (first_queries, [0, *ends[:-1]], num_keys, pages)
+        self.lists = [(each, torch.int32) for each in lists]
+        self._max_queries = max(row.num_tokens for row in rows)
+        self._num_pages, self._page_tokens = ends[-1], page_tokens
+
+    def tables(self, copied: Iterator[Tensor]) -> PageTables:
+        """Takes the next lists of `copied`, int32 `[length]` each on a device, and makes the tables of them."""
+        first_queries, first_pages, num_keys, pages = islice(copied, len(self.lists))
+        return PageTables(
+            first_queries=first_queries,
+            first_pages=first_pages,
+            num_keys=num_keys,
+            pages=pages.view(-1, self._longest),
+            max_queries=self._max_queries,
+            num_pages=self._num_pages,
+            page_tokens=self._page_tokens,
+        )

@@ -8,7 +8,7 @@ All tensors of a call are on one device.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,33 +21,8 @@ Part = tuple[Tensor, Tensor]
 """The output `[1, H, Q, head_dim]` and the float32 log-sum-exp `[1, H, Q]` of some queries over some keys."""
 
 
-class Kernel(Protocol):
-    """A function that computes the attention of all queries to one run of keys."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scaling: float,
-        bias: Tensor | None = None,
-        is_causal: bool = False,
-        softcap: float | None = None,
-    ) -> Part:
-        """Computes the output and log-sum-exp of the queries.
-
-        Args:
-            query: `[1, H, Q, head_dim]`.
-            keys: `[1, H, K, head_dim]` in the query's dtype, with any strides.
-            values: `[1, H, K, value head size]`, likewise.
-            scaling: the factor of the scores.
-            bias: `[Q, K]` in the query's dtype, 0 or minus infinity, added to the scores; None: 0. For a query that
-                sees no key, the output is 0 and the log-sum-exp minus infinity.
-            is_causal: query `i` sees keys `[0, i]`; Q equals K, and there is no bias.
-            softcap: the bound of the scores; None: they are not bounded.
-        """
-        ...
+Kernel = Callable[..., Part]
+"""A function with the arguments and the result of `math`: the attention of all queries to one run of keys."""
 
 
 def flash_cpu(
@@ -60,9 +35,9 @@ def flash_cpu(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> Part:
-    """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy. See `Kernel.__call__`.
+    """The `Kernel` of torch's flash attention for CPUs, which reads strided keys without a copy; see `math`.
 
-    `math` computes what torch's kernel does not support: a softcap, and values of another head size.
+    `math` also computes what torch's kernel does not support: a softcap, and values of another head size.
     """
     if softcap is not None or keys.shape[-1] != values.shape[-1]:
         return math(query, keys, values, scaling=scaling, bias=bias, is_causal=is_causal, softcap=softcap)
@@ -90,9 +65,17 @@ def math(
     is_causal: bool = False,
     softcap: float | None = None,
 ) -> Part:
-    """The `Kernel` that follows the definition, on any device, with float32 scores. See `Kernel.__call__`.
+    """The `Kernel` that follows the definition, on any device, with float32 scores: the reference.
 
-    This kernel is the reference, and computes what fused kernels do not support.
+    Args:
+        query: `[1, H, Q, head_dim]`.
+        keys: `[1, H, K, head_dim]` in the query's dtype, with any strides.
+        values: `[1, H, K, value head size]`, likewise.
+        scaling: the factor of the scores.
+        bias: `[Q, K]` in the query's dtype, 0 or minus infinity, added to the scores; None: 0. For a query that sees no
+            key, the output is 0 and the log-sum-exp minus infinity.
+        is_causal: query `i` sees keys `[0, i]`; Q equals K, and there is no bias.
+        softcap: the bound of the scores; None: they are not bounded.
     """
     scores = torch.matmul(query, keys.transpose(2, 3)).float() * scaling
     if softcap is not None:

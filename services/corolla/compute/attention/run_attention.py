@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
-from corolla.compute.attention.base import AttentionBatch, LayerInput
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, LayerInput
 from corolla.compute.attention.partial_attention import Kernel, Part, merge, sink
 
 
-class RunAttention:
+class RunAttention(AttentionBackend):
     """Attends run by run, on every device and with every kernel. The pages of a session form few runs, mostly one.
 
     Query heads that share a key head are treated as further queries of that head, so that no key is repeated.

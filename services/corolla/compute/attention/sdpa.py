@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from corolla.cache.store import gathered
-from corolla.compute.attention.base import AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, LayerInput, PackedRow
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """Attends after gathering each row's keys and values into one tensor; this is simple, not fast."""
 
     name = "sdpa"
