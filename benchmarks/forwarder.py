@@ -166,7 +166,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _network(transport: str) -> Network:
-    return Network.of(None if transport == FRAMED else Path(transport))
+    return Network.from_folder(None if transport == FRAMED else Path(transport))
 
 
 def _stream(channel: grpc.aio.Channel) -> _Call:

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace import TracerProvider, sampling
 from benchmarks.chain import Chain
 from benchmarks.command import interleaved, random_ids, run
 from benchmarks.figures import Figure, at_least, at_most, figure, ratio
-from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.hop_session import HopSession, OpenRequest
 from corolla.block_server.row_sampling import ChosenTokens
+from corolla.block_server.step_admission import AdmittedStep, StepWork
 from corolla.block_server.step_spans import StepSpans
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import TraceParent, trace_parent

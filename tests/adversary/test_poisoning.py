@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from corolla.block_server.handover.link import HandoverLink
+from corolla.block_server.handover.sender import HandoverLink
 from corolla.block_server.hop_session import SessionState
 from corolla.cache.transfer import token_bytes
 from corolla.chassis import audit
@@ -56,7 +56,7 @@ class Place:
         return Credentials(self.identities.folder_of(role, name))
 
     def network(self, role: Role, name: str) -> Network:
-        return Network.of(self.identities.folder_of(role, name))
+        return Network.from_folder(self.identities.folder_of(role, name))
 
     async def ask(self, prompt: list[int]) -> tuple[list[int], int]:
         """The victim's answer, and how many tokens of the prompt hops had."""

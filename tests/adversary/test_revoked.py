@@ -43,7 +43,7 @@ class LongCalls:
     """A stream to a block server and a watch of the router's placement, by the certificate of a folder."""
 
     def __init__(self, swarm: Swarm, folder: Path) -> None:
-        network = Network.of(folder)
+        network = Network.from_folder(folder)
         self._channel = network.open_channel(swarm.router_address)
         stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._watch = stub.WatchPlacement(router_pb2.WatchPlacementRequest(model="tiny"))
@@ -84,7 +84,7 @@ def open_stream(network: Network, swarm: Swarm) -> Stream:
 
 async def refused_with(swarm: Swarm, folder: Path) -> grpc.StatusCode:
     """How a call ends that begins now."""
-    async with Network.of(folder).open_channel(swarm.router_address) as channel:
+    async with Network.from_folder(folder).open_channel(swarm.router_address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.GetPlacement(router_pb2.GetPlacementRequest(model="tiny"), timeout=HANGS_S)
@@ -103,7 +103,7 @@ async def test_a_revoked_certificate_is_out_and_everybody_else_goes_on(swarm: Sw
         await calls.until_out()
         assert (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids == expected
     assert await refused_with(swarm, folder) is grpc.StatusCode.UNAUTHENTICATED
-    again = open_stream(Network.of(folder), swarm)
+    again = open_stream(Network.from_folder(folder), swarm)
     await asyncio.wait_for(asyncio.shield(again.ended), HANGS_S)
 
 
@@ -120,7 +120,7 @@ async def test_a_block_server_with_a_revoked_certificate_gets_nothing_more(swarm
         identities.revoke(revoked.settings.tls_dir)
         await live(OUT_S)
         assert (await client.generate([1, 2, 3], max_tokens=20, ignore_eos=True)).token_ids == expected
-    to_revoked, to_spare = (Network.of(good).connect(each.address, take_nothing) for each in (revoked, spare))
+    to_revoked, to_spare = (Network.from_folder(good).connect(each.address, take_nothing) for each in (revoked, spare))
     await asyncio.wait_for(asyncio.shield(to_revoked.ended), HANGS_S)
     assert not to_spare.ended.done()
     to_spare.close()

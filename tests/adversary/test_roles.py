@@ -45,7 +45,7 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
 
 def network_of(swarm: Swarm, role: Role, name: str = "rogue") -> Network:
     assert swarm.identities is not None
-    return Network.of(swarm.identities.folder_of(role, name))
+    return Network.from_folder(swarm.identities.folder_of(role, name))
 
 
 class Caller:

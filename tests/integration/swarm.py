@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import pytest
 import pytest_asyncio
+from corolla.block_server.handover.link import HandoverLink
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
-from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.invariants import Violation
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
@@ -205,7 +205,7 @@ class Swarm:
         }
         given |= settings_of_this
         settings = BlockServerSettings(advertised_host="127.0.0.1", router=self.router_address, blocks=blocks, **given)
-        wires = Wires(Network.of(settings.tls_dir))
+        wires = Wires(Network.from_folder(settings.tls_dir))
         server = BlockServer(
             settings,
             network=wires.network,
@@ -222,7 +222,7 @@ class Swarm:
         given = {"port": 0, "model": self._model, **_HERE, "tls_dir": tls_dir, **self._client_settings}
         given |= settings_of_this
         settings = ClientSettings(router=self.router_address, **given)
-        wires = Wires(Network.of(settings.tls_dir))
+        wires = Wires(Network.from_folder(settings.tls_dir))
         client = ClientService(settings, network=wires.network, bounds=bounds or self._bounds)
         self._wires[client] = wires
         await client.start()
@@ -257,7 +257,7 @@ class Swarm:
 
     async def placement(self, model: str = "tiny") -> router_pb2.Placement:
         """The placement, as the router reports it."""
-        async with Network.of(self._tls_dir(Role.OPERATOR, 1)).open_channel(self.router_address) as channel:
+        async with Network.from_folder(self._tls_dir(Role.OPERATOR, 1)).open_channel(self.router_address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             return await stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=30)
 
@@ -265,7 +265,7 @@ class Swarm:
         """What each block server holds."""
         statuses = []
         for server in self.servers:
-            operator = Network.of(self._tls_dir(Role.OPERATOR, 1))
+            operator = Network.from_folder(self._tls_dir(Role.OPERATOR, 1))
             async with operator.open_channel(f"127.0.0.1:{server.control_port}") as channel:
                 stub = blocks_pb2_grpc.BlockServiceStub(channel)
                 statuses.append(await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest()))
@@ -275,7 +275,7 @@ class Swarm:
         """A block server loses its only session, as when its lease runs out."""
         server, status = self.servers[number], (await self.statuses())[number]
         (held,) = server.sessions
-        link = HandoverLink(server.address, Network.of(self._tls_dir(Role.BLOCK, 0)).connect)
+        link = HandoverLink(server.address, Network.from_folder(self._tls_dir(Role.BLOCK, 0)).connect)
         async with link.connect(status.fingerprint):
             link.send(blocks_pb2.Close(session_id=held.session_id, epoch=held.epoch))
             await until(lambda: not server.sessions)

@@ -58,13 +58,13 @@ class Harness:
 async def register(swarm: Swarm, name: str, folder: Path, *tenants: str, digest: str = "") -> None:
     version = common_pb2.AdapterVersion(name=name, digest=digest or digest_of(folder))
     adapter = router_pb2.RegisteredAdapter(version=version, source=str(folder), tenants=tenants)
-    async with Network.of(None).open_channel(swarm.router_address) as channel:
+    async with Network.from_folder(None).open_channel(swarm.router_address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await stub.AddAdapter(router_pb2.AddAdapterRequest(model="tiny", adapter=adapter))
 
 
 async def remove(swarm: Swarm, name: str) -> None:
-    async with Network.of(None).open_channel(swarm.router_address) as channel:
+    async with Network.from_folder(None).open_channel(swarm.router_address) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         await stub.RemoveAdapter(router_pb2.RemoveAdapterRequest(model="tiny", name=name))
 

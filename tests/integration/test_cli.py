@@ -134,11 +134,11 @@ async def test_the_router_takes_block_servers_of_the_stacks_model_only(up: Runni
     router = up.addresses["router"]
     operator = tls_dir(router, Role.OPERATOR)
     assert operator is not None
-    async with Network.of(operator).open_channel(router) as channel:
+    async with Network.from_folder(operator).open_channel(router) as channel:
         placement = await RouterServiceStub(channel).GetPlacement(router_pb2.GetPlacementRequest())
     server = placement.servers[0].server
     server.model, server.server_id, server.address = "another", "0" * 32, "127.0.0.1:1"
-    async with Network.of(operator.with_name("server-1")).open_channel(router) as channel:
+    async with Network.from_folder(operator.with_name("server-1")).open_channel(router) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await RouterServiceStub(channel).RegisterServer(router_pb2.RegisterServerRequest(server=server))
     assert from_rpc_error(refused.value).reason == SpanRefused.reason

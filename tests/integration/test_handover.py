@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from corolla.block_server import service
-from corolla.block_server.handover.link import HandoverLink
+from corolla.block_server.handover.sender import HandoverLink
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
 from corolla.cache.transfer import token_bytes

@@ -44,7 +44,7 @@ def test_it_answers_as_the_unsplit_model_and_the_server_of_the_head_has_the_fewe
     unsplit = Unsplit(unpacked_gemma())
     with router_stub(up.addresses["router"]) as stub:
         placement = stub.GetPlacement(router_pb2.GetPlacementRequest())
-    assert sorted(str(Span.of(each.span)) for each in placement.servers) == ["0:17", "17:18"]
+    assert sorted(str(Span.from_message(each.span)) for each in placement.servers) == ["0:17", "17:18"]
     with Client(up.addresses["client"]) as client:
         for name, (text, sampling) in CASES.items():
             prompt_ids = unsplit.encode(text)

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
@@ -23,6 +22,7 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import StepWork
 from corolla.cache.store import SessionCache
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch

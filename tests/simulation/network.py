@@ -494,11 +494,7 @@ class _Call:
         serialise = handler.response_serializer or (lambda response: response)
         context = _Context(self, serialise, request)
         try:
-            # A service may register a method with one response as one that writes a stream.
-            if handler.stream_stream is not None:
-                await handler.stream_stream(None, context)
-            else:
-                await context.write(await handler.stream_unary(None, context))
+            await handler.stream_stream(None, context)
         except aio.AbortError:
             pass
         except Exception:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -64,6 +64,7 @@ class LoadedAdapter:
             raise AdapterNotFound("the adapter was removed", self.version.name)
 
 
+@dataclass(eq=False, repr=False)
 class Adapters:
     """The adapters of one span. All methods run on the event loop; threads read the files, one adapter at a time.
 
@@ -74,7 +75,7 @@ class Adapters:
         max_bytes: the most bytes that all loaded adapters may take together; 0 loads none.
         folder: the folder below which adapters must lie that do not come from the hub; None allows any folder.
         hub: the options for requests to the hub.
-        registered: asks a router for the placement, which then comes to `on_placement`. May raise CorollaError.
+        ask_router: asks a router for the placement, which then comes to `on_placement`. May raise CorollaError.
         in_use: returns the adapters of sessions that may take steps.
         between_iterations: runs a change of the stacks while the compute thread does not read them.
         tasks: the background tasks of this server.
@@ -82,42 +83,29 @@ class Adapters:
             that leave, wait for an answer; they would otherwise treat a server that is still loading as lost.
     """
 
-    def __init__(
-        self,
-        model: SpanModel,
-        num_blocks: int,
-        stacks: AdapterStacks,
-        *,
-        max_bytes: int,
-        folder: Path | None,
-        hub: Hub,
-        registered: Callable[[], Awaitable[object]],
-        in_use: Callable[[], Collection[LoadedAdapter]],
-        between_iterations: Callable[[Callable[[], None]], None],
-        tasks: TaskGroup,
-        metrics: BlockServerMetrics,
-        patience_s: float = 2.0,
-    ) -> None:
-        self._patience_s = patience_s
-        self._model = model
-        self._num_blocks = num_blocks
-        self._stacks = stacks
-        self._max_bytes = max_bytes
-        self._folder = folder
-        self._hub = hub
-        self._ask = registered
-        self._in_use = in_use
-        self._between_iterations = between_iterations
-        self._tasks = tasks
-        self._metrics = metrics
-        self._registered: dict[AdapterVersion, router_pb2.RegisteredAdapter] = {}
-        # Least recently used first.
-        self._loaded: dict[AdapterVersion, LoadedAdapter] = {}
-        self._loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = {}
-        # Maps adapters that could not be loaded to their registration, the error, and when the failure is forgotten.
-        self._failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, CorollaError, float]] = {}
-        self._fetches = asyncio.Semaphore(_MOST_FETCHES)
-        self._turn = asyncio.Lock()
+    model: SpanModel
+    num_blocks: int
+    stacks: AdapterStacks
+    _: KW_ONLY
+    max_bytes: int
+    folder: Path | None
+    hub: Hub
+    ask_router: Callable[[], Awaitable[object]]
+    in_use: Callable[[], Collection[LoadedAdapter]]
+    between_iterations: Callable[[Callable[[], None]], None]
+    tasks: TaskGroup
+    metrics: BlockServerMetrics
+    patience_s: float = 2.0
+    _registered: dict[AdapterVersion, router_pb2.RegisteredAdapter] = field(init=False, default_factory=dict)
+    # Least recently used first.
+    _loaded: dict[AdapterVersion, LoadedAdapter] = field(init=False, default_factory=dict)
+    _loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = field(init=False, default_factory=dict)
+    # Maps adapters that could not be loaded to their registration, the error, and when the failure is forgotten.
+    _failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, CorollaError, float]] = field(
+        init=False, default_factory=dict
+    )
+    _fetches: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MOST_FETCHES))
+    _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +130,7 @@ class Adapters:
             raise QueueFull("a block server unloaded the adapter to make room for others, and is loading it again")
         loaded.check()
         self._check_tenant(version, tenant)
-        self._model.take_adapters()
+        self.model.take_adapters()
         self._loaded[version] = self._loaded.pop(version)
         loaded.awaited_until_s = 0.0
         return loaded
@@ -168,9 +156,9 @@ class Adapters:
             if loading is None:
                 self._check_failed(version)
                 loading = self._loading[version] = asyncio.get_running_loop().create_future()
-                self._tasks.start(self._load_for(self._registered[version], loading), "loading of an adapter")
+                self.tasks.start(self._load_for(self._registered[version], loading), "loading of an adapter")
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with asyncio.timeout(self.patience_s):
                     failure = await asyncio.shield(loading)
             except TimeoutError:
                 raise QueueFull("a block server is still loading the adapter") from None
@@ -188,11 +176,11 @@ class Adapters:
             self._unload(version, is_removed=True)
 
     def _awaited_until_s(self) -> float:
-        return asyncio.get_running_loop().time() + self._patience_s
+        return asyncio.get_running_loop().time() + self.patience_s
 
     async def _look(self, version: AdapterVersion) -> None:
         try:
-            await self._ask()  # the answer arrives in `on_placement`
+            await self.ask_router()  # the answer arrives in `on_placement`
         except CorollaError:
             raise QueueFull("a block server cannot ask the router for the registered adapters now") from None
         if version not in self._registered:
@@ -239,7 +227,7 @@ class Adapters:
         try:
             folder = await self._fetch(registered)
             async with self._turn:
-                num_bytes = await asyncio.to_thread(adapter_bytes, folder, self._model)
+                num_bytes = await asyncio.to_thread(adapter_bytes, folder, self.model)
                 self._make_room(num_bytes)
 
                 def check_bytes(wanted: int) -> None:
@@ -247,7 +235,7 @@ class Adapters:
                         raise AdapterNotLoaded("the adapter's files changed while they were read")
 
                 products = await asyncio.to_thread(
-                    load_adapter, folder, self._model, self._num_blocks, digest=version.digest, check_bytes=check_bytes
+                    load_adapter, folder, self.model, self.num_blocks, digest=version.digest, check_bytes=check_bytes
                 )
         except AdapterError as failure:
             log.error("could not load an adapter", extra={"adapter": version.name, "cause": failure.message})
@@ -268,7 +256,7 @@ class Adapters:
         self._loaded[version] = LoadedAdapter(version, products, self._awaited_until_s())
         self._observe()
         seconds = asyncio.get_running_loop().time() - began_s
-        self._metrics.adapter_load_seconds.observe(seconds)
+        self.metrics.adapter_load_seconds.observe(seconds)
         facts = {"adapter": version.name, "bytes": products.nbytes, "seconds": round(seconds, 3)}
         log.info("adapter loaded", extra=facts)
 
@@ -276,18 +264,18 @@ class Adapters:
         """Returns the adapter's complete folder. A download from the hub delays only other downloads from the hub."""
         async with self._fetches if registered.revision else contextlib.nullcontext():
             return await asyncio.to_thread(
-                adapter_folder, registered.source, registered.revision, self._folder, self._hub
+                adapter_folder, registered.source, registered.revision, self.folder, self.hub
             )
 
     def _make_room(self, num_bytes: int) -> None:
         """Unloads adapters that no running session uses, least recently used first, until `num_bytes` fit."""
-        used, now_s = set(self._in_use()), asyncio.get_running_loop().time()
+        used, now_s = set(self.in_use()), asyncio.get_running_loop().time()
         idle = [
             version
             for version, loaded in self._loaded.items()
             if loaded not in used and loaded.awaited_until_s <= now_s
         ]
-        num_missing = self.nbytes + num_bytes - self._max_bytes
+        num_missing = self.nbytes + num_bytes - self.max_bytes
         if num_missing > sum(self._loaded[version].products.nbytes for version in idle):
             raise NoAdapterRoom(
                 "a block server has too little memory for the adapter; the operator can raise COROLLA_ADAPTERS_MIB"
@@ -301,13 +289,13 @@ class Adapters:
     def _unload(self, version: AdapterVersion, *, is_removed: bool = False) -> None:
         loaded = self._loaded.pop(version)
         loaded.is_removed = is_removed
-        self._between_iterations(partial(self._stacks.forget, loaded.products))
+        self.between_iterations(partial(self.stacks.forget, loaded.products))
         self._observe()
         log.info("adapter unloaded", extra={"adapter": version.name, "removed": is_removed})
 
     def _observe(self) -> None:
-        self._metrics.adapters.set(len(self._loaded))
-        self._metrics.adapter_bytes.set(self.nbytes)
+        self.metrics.adapters.set(len(self._loaded))
+        self.metrics.adapter_bytes.set(self.nbytes)
 
 
 def _version(registered: router_pb2.RegisteredAdapter) -> AdapterVersion:

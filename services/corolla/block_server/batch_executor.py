@@ -14,7 +14,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from corolla.block_server.admitted_step import AdmittedStep
 from corolla.block_server.readouts import read_out
 from corolla.block_server.row_sampling import (
     ChosenTokens,
@@ -26,6 +25,7 @@ from corolla.block_server.row_sampling import (
     logits_of,
     sample_rows,
 )
+from corolla.block_server.step_admission import AdmittedStep
 from corolla.block_server.step_ahead import StepAhead, next_rows
 from corolla.chassis.errors import CorollaError, InternalError, NonFiniteOutput, OutOfMemory, StepFailed
 from corolla.chassis.handlers import call_path
@@ -104,6 +104,7 @@ class LaunchedIteration:
         return self.batch.reading.has_arrived
 
 
+@dataclass(eq=False, repr=False)
 class BatchExecutor:
     """Computes the batches of iterations.
 
@@ -116,22 +117,17 @@ class BatchExecutor:
             device is not a CPU.
     """
 
-    def __init__(
-        self,
-        runner: BlockRunner,
-        edges: Edges | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        num_sampling_threads: int = 1,
-        launches_head_early: bool | None = None,
-    ) -> None:
-        if launches_head_early is None:
-            launches_head_early = edges is not None and edges.device.type != "cpu"
-        self._launches_head_early = launches_head_early
-        self.runner = runner
-        self._edges = edges
-        self._clock = clock
+    runner: BlockRunner
+    edges: Edges | None = None
+    clock: Callable[[], float] = time.monotonic
+    num_sampling_threads: int = 1
+    launches_head_early: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.launches_head_early is None:
+            self.launches_head_early = self.edges is not None and self.edges.device.type != "cpu"
         self._sampling_threads = (
-            single_threaded_pool(num_sampling_threads, "sampling") if num_sampling_threads > 1 else None
+            single_threaded_pool(self.num_sampling_threads, "sampling") if self.num_sampling_threads > 1 else None
         )
         self._ahead: StepAhead | None = None
 
@@ -240,13 +236,13 @@ class BatchExecutor:
         ahead, kept = self._take_ahead(admitted)
         if ahead is not None:
             batch, began_s = ahead.launched, ahead.began_s
-            early: _EarlyLogits | None = _EarlyLogits.of_all(admitted, ahead.logits.part(kept))
+            early: _EarlyLogits | None = _EarlyLogits.launched_before(admitted, ahead.logits.part(kept))
         else:
             hidden, embed_seconds = self._inputs(admitted)
             batch, kept, early = self.runner.launch(work, hidden, blocks), range(len(work)), None
             copies.begin(batch.hidden)
-            if self._launches_head_early and self._edges is not None:
-                early = _EarlyLogits.launched(self._edges, admitted, batch)
+            if self.launches_head_early and self.edges is not None:
+                early = _EarlyLogits.launched(self.edges, admitted, batch)
             batch.reading.begin()
         if early is not None and early.has_one_of_each_row and may_go_ahead():
             early = self._go_ahead(admitted, blocks, preparing, early)
@@ -274,9 +270,9 @@ class BatchExecutor:
         if not any(batch.samples for batch in admitted):
             return result
         wait(preparing)
-        began_s = self._clock()
+        began_s = self.clock()
         outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early)
-        ended_s = self._clock()
+        ended_s = self.clock()
         if self._ahead is not None:
             self._ahead.expect(outputs, ended_s)
         return replace(result, outputs=outputs, edge_seconds=result.edge_seconds + ended_s - began_s)
@@ -303,7 +299,7 @@ class BatchExecutor:
 
         Returns the logits, with the tokens that were chosen.
         """
-        edges, rows = self._edges, next_rows(admitted)
+        edges, rows = self.edges, next_rows(admitted)
         work = [row.work() for row in rows]
         if edges is None or not edges.has_embedding or not rows or not self.runner.may_be_recorded(work, blocks):
             return early
@@ -358,12 +354,12 @@ class BatchExecutor:
             OutOfPages: all pages are promised to sessions.
         """
         self.runner.warm_up()
-        if self._edges is None:
+        if self.edges is None:
             return
-        if self._edges.has_embedding:
-            self._edges.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-        if self._edges.has_head:
-            logits = self._edges.head(torch.zeros(1, self._edges.hidden_size))
+        if self.edges.has_embedding:
+            self.edges.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        if self.edges.has_head:
+            logits = self.edges.head(torch.zeros(1, self.edges.hidden_size))
             # What chooses tokens is compiled now, not while the first caller waits.
             for params in _EVERY_KERNEL:
                 sample_together([Sampler(params, ())], logits)
@@ -371,9 +367,9 @@ class BatchExecutor:
 
     def _inputs(self, admitted: Sequence[AdmittedStep]) -> tuple[Tensor, float]:
         """Returns the inputs of all rows, `[tokens, H]` in the model's dtype, and the seconds that embedding took."""
-        began_s = self._clock()
+        began_s = self.clock()
         embedded = self._embedded([batch for batch in admitted if batch.brings_ids])
-        embed_seconds = self._clock() - began_s if embedded else 0.0
+        embed_seconds = self.clock() - began_s if embedded else 0.0
         parts = iter(embedded)
         hidden = [part for batch in admitted for part in ([next(parts)] if batch.brings_ids else _received(batch))]
         if len(hidden) == 1:
@@ -386,7 +382,7 @@ class BatchExecutor:
         """Embeds the token ids of all steps at once. Returns `[tokens, H]` for each step, on the embedding's device."""
         if not batches:
             return ()
-        if self._edges is None:
+        if self.edges is None:
             raise InternalError("a server without embedding admitted a step of token ids")
         token_ids: list[int] = []
         positions: list[int] = []
@@ -397,7 +393,7 @@ class BatchExecutor:
                 positions.extend(range(row.position, row.position + row.num_tokens))
             lengths.append(len(token_ids) - sum(lengths))
         numbers = [(token_ids, torch.int64), (positions, torch.int64)]
-        return _split(self._edges.embed(*copied_numbers(numbers, self._edges.device)), lengths)
+        return _split(self.edges.embed(*copied_numbers(numbers, self.edges.device)), lengths)
 
     def _with_tokens(
         self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], early: "_EarlyLogits | None"
@@ -422,7 +418,7 @@ class BatchExecutor:
                         waiting.append((index, SamplingRow(row, output, row.num_result_tokens, sampler)))
                 index += 1
         if waiting:
-            logits = None if early is None else early.of([row for _, row in waiting])
+            logits = None if early is None else early.part([row for _, row in waiting])
             for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting], logits), strict=True):
                 replaced[index] = sampled
         for index, found in read.items():
@@ -431,22 +427,22 @@ class BatchExecutor:
 
     def _read_out(self, readout: pb.Readout, hidden: Tensor) -> pb.SampledRow | CorollaError:
         """What a readout asks for; `hidden` is `[num_tokens, H]` in the model's dtype on its device."""
-        if self._edges is None:
+        if self.edges is None:
             return InternalError("a server without head admitted a step that samples")
         try:
-            return read_out(self._edges, readout, hidden)
+            return read_out(self.edges, readout, hidden)
         except Exception as failure:
             log.error("reading out failed", extra={"where": call_path(failure)})
             return error_of(failure)
 
     def _sampled(self, rows: Sequence[SamplingRow], logits: RowLogits | None) -> Sequence[ChosenTokens | CorollaError]:
         """Chooses the tokens of all rows. If the `logits` of all rows are not given, it computes the head first."""
-        if self._edges is None:
+        if self.edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
         sampled: list[ChosenTokens | CorollaError] = []
         for part in (rows,) if logits is not None else in_parts(rows):
             try:
-                sampled.extend(sample_rows(self._edges, part, error_of, logits))
+                sampled.extend(sample_rows(self.edges, part, error_of, logits))
             except Exception as failure:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))
@@ -536,12 +532,12 @@ class _EarlyLogits:
         return cls([row.row for row in rows], num_choices, logits, len(rows) == len(pairs) == sum(num_choices))
 
     @classmethod
-    def of_all(cls, admitted: Sequence[AdmittedStep], logits: RowLogits) -> "_EarlyLogits":
+    def launched_before(cls, admitted: Sequence[AdmittedStep], logits: RowLogits) -> "_EarlyLogits":
         """The logits of all rows, one for each, which were launched before."""
         rows = [row for step in admitted for row, _, _ in step.rows]
         return cls(rows, [1] * len(rows), logits, True)
 
-    def of(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
+    def part(self, rows: Sequence[SamplingRow]) -> RowLogits | None:
         """The logits of these rows, if they were launched; `rows` lacks those whose output is not finite."""
         if len(rows) == len(self.rows):
             return self.logits

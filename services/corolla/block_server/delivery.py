@@ -2,16 +2,17 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchResult, error_of
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.peers import PeerTable, StepFaults, rows_by_client, step_fault
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.last_hop import LastHop, RowChoice
 from corolla.block_server.row_sampling import ChosenTokens
+from corolla.block_server.step_admission import AdmittedStep, StepWork
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, HopSessionLost, NonFiniteOutput
 from corolla.chassis.handlers import call_path
@@ -22,22 +23,15 @@ from corolla.wire.tensors import tensor_type, to_payload
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Delivery:
     """Sends the outputs of an iteration to the next hops, the first hop or the clients of its steps."""
 
-    def __init__(
-        self,
-        outputs: BoundaryActivations,
-        peers: PeerTable,
-        relay: Relay,
-        last_hop: LastHop,
-        faults: StepFaults,
-    ) -> None:
-        self._last_hop = last_hop
-        self._outputs = outputs
-        self._peers = peers
-        self._relay = relay
-        self._faults = faults
+    outputs: BoundaryActivations
+    peers: PeerTable
+    relay: Relay
+    last_hop: LastHop
+    faults: StepFaults
 
     def prepare(self, admitted: Sequence[AdmittedStep]) -> None:
         """Makes the messages to next hops while a device computes the outputs."""
@@ -67,15 +61,15 @@ class Delivery:
                     continue
                 rows.append(row)
                 if isinstance(output, ChosenTokens):
-                    chosen.append(RowChoice(row, session, output))
+                    chosen.append((row, session, output))
                     continue
                 parts.append(output)
                 if session.request.keep_activations:
                     kept.add(row.session_id)
             for error, failed_rows in failed.values():
-                self._faults.send(batch.work.step, error, failed_rows, batch.work.sender)
+                self.faults.send(batch.work.step, error, failed_rows, batch.work.sender)
             if not rows:
-                self._relay.give_up(batch.work.step)
+                self.relay.give_up(batch.work.step)
                 continue
             failpoints.passed("before_send")
             try:
@@ -86,8 +80,8 @@ class Delivery:
             except Exception as failure:
                 # The output is copied from its device only now, and that may fail.
                 log.error("could not send the output of a step", extra={"where": call_path(failure)})
-                self._faults.send(batch.work.step, error_of(failure), rows, batch.work.sender)
-                self._relay.give_up(batch.work.step)
+                self.faults.send(batch.work.step, error_of(failure), rows, batch.work.sender)
+                self.relay.give_up(batch.work.step)
                 num_undelivered += len(rows)
             failpoints.passed("after_send")
         return num_undelivered
@@ -95,10 +89,10 @@ class Delivery:
     def _send_tokens(self, work: StepWork, chosen: list[RowChoice]) -> None:
         """Sends the rows of the next steps to the first hop, which waits for them, and then tokens to the clients."""
         step = work.step
-        sampled = {id(each.row): each.chosen.sampled for each in chosen}
+        sampled = {id(row): choice.sampled for row, _, choice in chosen}
         if step.HasField("ring"):
-            self._last_hop.send_next(step, self._last_hop.next_rows(chosen))
-        for client_id, rows in rows_by_client(step, [each.row for each in chosen]).items():
+            self.last_hop.send_next(step, self.last_hop.next_rows(chosen))
+        for client_id, rows in rows_by_client(step, [row for row, _, _ in chosen]).items():
             result = pb.Result(step_id=step.step_id, rows=rows, sampled=[sampled[id(row)] for row in rows])
             self._answer(work, client_id, result)
 
@@ -114,7 +108,7 @@ class Delivery:
             if onward is None or len(rows) < len(onward.rows):
                 onward = _onward(step, rows)
             onward.dtype, onward.hidden_size = dtype, hidden_size
-            self._relay.send(route[0].address, onward, payload)
+            self.relay.send(route[0].address, onward, payload)
         else:
             result = pb.Result(step_id=step.step_id, rows=rows, dtype=dtype, hidden_size=hidden_size)
             wanted = [part[len(part) - row.num_result_tokens :] for part, row in zip(parts, rows, strict=True)]
@@ -128,7 +122,7 @@ class Delivery:
             row.ClearField("token_ids")
             row.ClearField("client_id")
             row.ClearField("readout")
-        peer = self._peers.get(client_id)
+        peer = self.peers.get(client_id)
         if peer is not None:
             peer.send(result, payload)
         elif work.sender is not None:
@@ -142,7 +136,7 @@ class Delivery:
         for row in rows:
             end = start + row.num_tokens * row_bytes
             if row.session_id in kept:
-                self._outputs.append(row.session_id, row.position, row.num_tokens, bytes(payload[start:end]))
+                self.outputs.append(row.session_id, row.position, row.num_tokens, bytes(payload[start:end]))
             start = end
 
 

@@ -5,12 +5,12 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.engine import Engine
-from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import peers_for
-from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.handover.sender import HandoverLink, HandoverSender
 from corolla.block_server.hop_session import HopSession, SessionState
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
@@ -35,6 +35,7 @@ _POLL_INTERVAL_S: Final = 0.02
 _FAREWELL_S: Final = 2.0
 
 
+@dataclass(eq=False, repr=False)
 class Drain:
     """Hands the sessions of one block server over.
 
@@ -47,58 +48,46 @@ class Drain:
         numerics: the numerics of this server.
     """
 
-    def __init__(
-        self,
-        server: router_pb2.ServerDescription,
-        sessions: SessionTable[SessionCache],
-        engine: Engine,
-        peers: PeerTable,
-        registration: Registration,
-        sender: HandoverSender,
-        metrics: BlockServerMetrics,
-        connect: Connect = connect,
-        numerics: Numerics = UNKNOWN,
-    ) -> None:
-        self._server = server
-        self._sessions = sessions
-        self._engine = engine
-        self._peers = peers
-        self._registration = registration
-        self._sender = sender
-        self._metrics = metrics
-        self._connect = connect
-        self._numerics = numerics
-        # Maps each session that was handed over to its version here and the server that has it now.
-        self._moved: dict[bytes, tuple[int, common_pb2.Hop]] = {}
+    server: router_pb2.ServerDescription
+    sessions: SessionTable[SessionCache]
+    engine: Engine
+    peers: PeerTable
+    registration: Registration
+    sender: HandoverSender
+    metrics: BlockServerMetrics
+    connect: Connect = connect
+    numerics: Numerics = UNKNOWN
+    # Maps each session that was handed over to its version here and the server that has it now.
+    _moved: dict[bytes, tuple[int, common_pb2.Hop]] = field(init=False, default_factory=dict)
 
     async def drain(self, timeout_s: float) -> None:
         """Returns when no client needs this server any more, at the latest after `timeout_s`."""
-        started_s = self._engine.clock()
-        self._sessions.is_draining = True
-        self._registration.state = router_pb2.SERVER_STATE_DRAINING
+        started_s = self.engine.clock()
+        self.sessions.is_draining = True
+        self.registration.state = router_pb2.SERVER_STATE_DRAINING
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(CorollaError):
-                    await self._registration.send_heartbeat()
+                    await self.registration.send_heartbeat()
                 await self._rounds()
-        self._metrics.drain_seconds.set(self._engine.clock() - started_s)
+        self.metrics.drain_seconds.set(self.engine.clock() - started_s)
         log.info("drained", extra={"sessions_left": self.num_left})
 
     async def _rounds(self) -> None:
         while True:
-            next_round_s = self._engine.clock() + _ROUND_INTERVAL_S
+            next_round_s = self.engine.clock() + _ROUND_INTERVAL_S
             await self._round()
             if await self._none(self._is_needed, next_round_s):
                 break
         # A notified client moves at its next step. The drain need not wait for slower ones: they know the new server.
-        await self._none(self._is_connected, self._engine.clock() + _FAREWELL_S)
+        await self._none(self._is_connected, self.engine.clock() + _FAREWELL_S)
         # This round settles sessions whose turns have ended meanwhile.
         await self._round()
 
     async def _none(self, is_so: Callable[[HopSession[SessionCache]], bool], until_s: float) -> bool:
         """Waits until the predicate holds for no session. Returns False if that takes longer than `until_s`."""
-        while any(map(is_so, self._sessions)):
-            if self._engine.clock() >= until_s:
+        while any(map(is_so, self.sessions)):
+            if self.engine.clock() >= until_s:
                 return False
             await asyncio.sleep(_POLL_INTERVAL_S)
         return True
@@ -106,13 +95,13 @@ class Drain:
     async def _round(self) -> None:
         """Tries to hand over each session that is still served here."""
         # Unclaimed sessions stay: the client of one that has arrived opens it here soon; the others are incomplete.
-        waiting = [session for session in self._sessions if not session.is_leaving and not session.is_unclaimed]
+        waiting = [session for session in self.sessions if not session.is_leaving and not session.is_unclaimed]
         # The turns of these sessions ended before their clients were notified.
-        ended = [session for session in self._sessions if session.is_idle and self._has_moved(session)]
+        ended = [session for session in self.sessions if session.is_idle and self._has_moved(session)]
         if not waiting and not ended:
             return
         try:
-            servers = await self._registration.placement()
+            servers = await self.registration.placement()
         except CorollaError:
             return
         room = asyncio.Semaphore(_NUM_AT_A_TIME)
@@ -121,14 +110,14 @@ class Drain:
 
             async def link_to(address: str) -> HandoverLink:
                 if address not in links:
-                    links[address] = HandoverLink(address, self._connect)
-                    await stack.enter_async_context(links[address].connect(self._server.fingerprint))
+                    links[address] = HandoverLink(address, self.connect)
+                    await stack.enter_async_context(links[address].connect(self.server.fingerprint))
                 return links[address]
 
             async def hand_over(session: HopSession[SessionCache]) -> None:
                 async with room:
                     outcome = await self._traced(session, servers, link_to)
-                self._metrics.handed_over.labels(outcome).inc()
+                self.metrics.handed_over.labels(outcome).inc()
 
             for session in ended:
                 await self._settle(session, link_to)
@@ -144,9 +133,7 @@ class Drain:
         request = session.request
         if request.trace is None or session.is_idle:
             return await self._hand_over(session, servers, link_to)
-        with spans.span(
-            "handover", request.trace, blocks=str(request.blocks), server_id=self._server.server_id
-        ) as span:
+        with spans.span("handover", request.trace, blocks=str(request.blocks), server_id=self.server.server_id) as span:
             outcome = await self._hand_over(session, servers, link_to)
             _, hop = self._moved.get(request.session_id, (0, common_pb2.Hop()))
             span.note(outcome=outcome, taker=hop.address, tokens=session.cache.num_tokens)
@@ -158,8 +145,8 @@ class Drain:
         request, version = session.request, session.version
         num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
         usable = peers_for(
-            servers, self._server.fingerprint, request.blocks, num_tokens, {self._server.server_id},
-            is_guaranteed=request.tenant in self._sessions.guarantees, numerics=self._numerics,
+            servers, self.server.fingerprint, request.blocks, num_tokens, {self.server.server_id},
+            is_guaranteed=request.tenant in self.sessions.guarantees, numerics=self.numerics,
         )  # fmt: skip
         outcome = "refused" if usable else "no_peer"
         for each in usable:
@@ -167,7 +154,7 @@ class Drain:
                 server_id=each.server.server_id, address=each.server.address, span=request.blocks.to_message()
             )
             try:
-                num_bytes = await self._sender.send(request.session_id, version, await link_to(hop.address))
+                num_bytes = await self.sender.send(request.session_id, version, await link_to(hop.address))
             except HopSessionLost:
                 outcome = "failed"
                 break
@@ -182,7 +169,7 @@ class Drain:
                 log.error("could not hand over a session", extra={"where": call_path(failure)})
                 outcome = "failed"
                 break
-            self._metrics.handover_bytes.labels("out").inc(num_bytes)
+            self.metrics.handover_bytes.labels("out").inc(num_bytes)
             self._moved[request.session_id] = (version, hop)
             return await self._settle(session, link_to)
         # This server may have refused a step while it sent the last part; the step's client waits for this message.
@@ -201,10 +188,10 @@ class Drain:
         link = await link_to(hop.address)
         link.send(pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True))
         try:
-            await self._registration.move_session(request.session_id, request.tenant, hop)
+            await self.registration.move_session(request.session_id, request.tenant, hop)
         except SessionBusy:
             # A turn that has begun opens the session here, or a turn is about to end. A later round moves the session.
-            self._sessions.cancel_leaving(request.session_id, version)
+            self.sessions.cancel_leaving(request.session_id, version)
             return "failed"
         except SessionNotFound:
             # The session has just been deleted, or has ended.
@@ -212,24 +199,24 @@ class Drain:
             return "failed"
         except CorollaError:
             return "failed"  # the next turn replays the session
-        self._engine.between_iterations(lambda: self._sessions.end(request.session_id, request.epoch))
+        self.engine.between_iterations(lambda: self.sessions.end(request.session_id, request.epoch))
         return "moved"
 
     def _tell(self, session: HopSession[SessionCache], moved: pb.Moved) -> None:
-        peer = self._peers.get(session.request.client_id)
+        peer = self.peers.get(session.request.client_id)
         if peer is not None:
             peer.send(moved)
 
     @property
     def num_moved(self) -> int:
         """The number of sessions that other servers have now."""
-        served = {session.request.session_id for session in self._sessions if not session.is_leaving}
+        served = {session.request.session_id for session in self.sessions if not session.is_leaving}
         return len(self._moved.keys() - served)
 
     @property
     def num_left(self) -> int:
         """The number of sessions that no other server has."""
-        return sum(not session.is_leaving for session in self._sessions)
+        return sum(not session.is_leaving for session in self.sessions)
 
     def _has_moved(self, session: HopSession[SessionCache]) -> bool:
         moved = self._moved.get(session.request.session_id)
@@ -238,7 +225,7 @@ class Drain:
     def _is_needed(self, session: HopSession[SessionCache]) -> bool:
         """A client is in the middle of an answer that needs this server, or opens the session here soon."""
         if session.is_unclaimed:
-            return self._engine.clock() - session.last_used_s < _FAREWELL_S
+            return self.engine.clock() - session.last_used_s < _FAREWELL_S
         return session.state is SessionState.RUNNING and self._has_stream(session)
 
     def _is_connected(self, session: HopSession[SessionCache]) -> bool:
@@ -246,4 +233,4 @@ class Drain:
         return session.state in (SessionState.RUNNING, SessionState.LEAVING) and self._has_stream(session)
 
     def _has_stream(self, session: HopSession[SessionCache]) -> bool:
-        return self._peers.get(session.request.client_id) is not None
+        return self.peers.get(session.request.client_id) is not None

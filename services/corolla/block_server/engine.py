@@ -11,10 +11,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, TypeVar
 
-from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchExecutor, BatchResult, LaunchedIteration
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery, onward_step
@@ -26,9 +25,8 @@ from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
-from corolla.block_server.step_admission import StepAdmission
+from corolla.block_server.step_admission import AdmittedStep, StepAdmission, StepWork
 from corolla.block_server.step_spans import StepSpans
-from corolla.block_server.step_times import StepTimes, moved
 from corolla.cache.store import SessionCache
 from corolla.chassis import failpoints
 from corolla.chassis.errors import CorollaError, OutOfPages
@@ -46,6 +44,7 @@ Result = TypeVar("Result")
 
 _MAX_FAILURES_IN_A_ROW: Final = 3
 _MOST_COPY_S: Final = 0.005
+_WEIGHT: Final = 0.1
 
 
 class Failures:
@@ -102,7 +101,6 @@ class ProcessorUse:
         max_microbatches: see `FirstHop`.
         num_devices: see `FirstHop`.
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
-        follows_lengths: whether the time of a row grows with the number of tokens that it sees; see `StepTimes`.
         most_looks: see `Failures.looked`.
         launches_head_early: see `BatchExecutor`.
         launches_inline: whether the event loop launches decode steps on a device, and serves sockets until they are
@@ -114,12 +112,12 @@ class ProcessorUse:
     max_microbatches: int = 0
     num_devices: Callable[[Sequence[str]], int] = len
     compute_thread: ComputeThread | None = None
-    follows_lengths: bool = False
     most_looks: int = 0
     launches_head_early: bool | None = None
     launches_inline: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
     """Runs the iterations of one block server.
 
@@ -136,73 +134,66 @@ class Engine:
         last_hop: ends the steps of rings that end here.
     """
 
-    def __init__(
-        self,
-        runner: BlockRunner,
-        scheduler: Scheduler[StepWork],
-        sessions: SessionTable[SessionCache],
-        outputs: BoundaryActivations,
-        peers: PeerTable,
-        new_relay: Callable[[Callable[[pb.Next], None]], Relay],
-        metrics: BlockServerMetrics,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        fail: Callable[[], None],
-        edges: Edges | None = None,
-        use: ProcessorUse | None = None,
-        spans: StepSpans | None = None,
-    ) -> None:
-        self.clock = clock
-        self._spans = spans
-        self.failures = Failures(fail)
-        self._use = use or ProcessorUse()
+    runner: BlockRunner
+    scheduler: Scheduler[StepWork]
+    sessions: SessionTable[SessionCache]
+    outputs: BoundaryActivations
+    peers: PeerTable
+    new_relay: Callable[[Callable[[pb.Next], None]], Relay]
+    metrics: BlockServerMetrics
+    clock: Callable[[], float] = time.monotonic
+    _: KW_ONLY
+    fail: Callable[[], None]
+    edges: Edges | None = None
+    use: ProcessorUse = ProcessorUse()
+    spans: StepSpans | None = None
+
+    def __post_init__(self) -> None:
+        self.failures = Failures(self.fail)
         self._executor = BatchExecutor(
-            runner, edges, clock, self._use.num_sampling_threads, self._use.launches_head_early
+            self.runner, self.edges, self.clock, self.use.num_sampling_threads, self.use.launches_head_early
         )
-        self._scheduler = scheduler
-        self._sessions = sessions
-        self._outputs = outputs
-        self._metrics = metrics
-        self._faults = StepFaults(peers, metrics.faults)
+        self._faults = StepFaults(self.peers, self.metrics.faults)
         self.first_hop = FirstHop(
-            sessions, self._submit_microbatch, self._faults, clock,
-            max_microbatches=self._use.max_microbatches, num_devices=self._use.num_devices,
+            self.sessions, self._submit_microbatch, self._faults, self.clock,
+            max_microbatches=self.use.max_microbatches, num_devices=self.use.num_devices,
         )  # fmt: skip
-        self._relay = new_relay(self.first_hop.on_next)
-        self.last_hop = LastHop(sessions, peers, self._relay)
-        self._delivery = Delivery(outputs, peers, self._relay, self.last_hop, self._faults)
-        self._admission = StepAdmission(sessions, outputs, self._faults, clock)
+        self._relay = self.new_relay(self.first_hop.on_next)
+        self.last_hop = LastHop(self.sessions, self.peers, self._relay)
+        self._delivery = Delivery(self.outputs, self.peers, self._relay, self.last_hop, self._faults)
+        self._admission = StepAdmission(self.sessions, self.outputs, self._faults, self.clock)
         self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
         self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._behind: deque[weakref.ref[SessionSampler]] = deque()
         self._is_waiting = True
         self._wake = asyncio.Event()
-        self._compute_thread = self._use.compute_thread or ComputeThread()
+        self._compute_thread = self.use.compute_thread or ComputeThread()
         # `_launched_number` is the negative number of the iteration that the event loop has launched, or 0.
         self._launched_number, self._num_launched = 0, 0
         self.decode_step_seconds = 0.0
         self.decode_batch_rows = 0.0
-        self._step_times = StepTimes(follows_lengths=self._use.follows_lengths)
+        # A row of a larger batch takes less time, so as a bound of a step this is too long rather than too short.
+        self._row_seconds = 0.0
         self.decode_speed = DecodeSpeed()
 
     def submit(self, queued: QueuedStep[StepWork]) -> None:
         """Queues a step. Raises QueueFull."""
-        self._scheduler.add(queued)
+        self.scheduler.add(queued)
         self.first_hop.on_tenants(queued.tenant_tokens)
         self._wake.set()
 
     def _submit_microbatch(self, step: pb.Step) -> None:
         session_ids, tenant_tokens = (
             frozenset(row.session_id for row in step.rows),
-            self._sessions.tenant_tokens(step.rows),
+            self.sessions.tenant_tokens(step.rows),
         )
-        queued = QueuedStep(session_ids, tenant_tokens, True, Span.of(step.blocks), StepWork(step, b"", None))
-        self._scheduler.add(queued, is_bounded=False)
+        queued = QueuedStep(session_ids, tenant_tokens, True, Span.from_message(step.blocks), StepWork(step, b"", None))
+        self.scheduler.add(queued, is_bounded=False)
         self._wake.set()
 
     @property
     def num_queued_steps(self) -> int:
-        return len(self._scheduler)
+        return len(self.scheduler)
 
     def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
         """Runs `command` while no session is computed. Commands run in the order of the calls, before any later step.
@@ -226,11 +217,6 @@ class Engine:
         self._wake.set()
         return await future
 
-    @property
-    def runner(self) -> BlockRunner:
-        """The runner that computes the blocks."""
-        return self._executor.runner
-
     def read_ahead(self, sampler: SessionSampler) -> None:
         """Lets a sampler read its text while there is nothing else to compute, so that it can draft earlier."""
         while self._behind and self._behind[0]() is None:
@@ -246,7 +232,7 @@ class Engine:
     @property
     def has_more_to_do(self) -> bool:
         """Whether a step, a copy or a command waits; a running command no longer counts."""
-        return bool(self._commands or self._copies or len(self._scheduler))
+        return bool(self._commands or self._copies or len(self.scheduler))
 
     @property
     def is_idle(self) -> bool:
@@ -266,29 +252,29 @@ class Engine:
     def resend(self, work: StepWork) -> None:
         """Sends kept boundary activations again, to the first hop of the step's route."""
         step = work.step
-        blocks, following = Span.of(step.blocks), step.route[0]
+        blocks, following = Span.from_message(step.blocks), step.route[0]
         parts: list[bytes] = []
         try:
             for row in step.rows:
-                self._sessions.for_step(
+                self.sessions.for_step(
                     row.session_id, row.epoch, step.client_id, row.position, row.num_tokens, blocks, self.clock(),
                     computes=False,
                 )  # fmt: skip
-                parts.append(self._outputs.read(row.session_id, row.position, row.position + row.num_tokens))
+                parts.append(self.outputs.read(row.session_id, row.position, row.position + row.num_tokens))
         except CorollaError as error:
             self._faults.send(step, error, step.rows, work.sender)
             return
-        self._metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
+        self.metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
         self._relay.send(following.address, onward_step(step), b"".join(parts))
 
     @property
     def launches_inline(self) -> bool:
         """See `ProcessorUse`."""
-        return self._use.launches_inline
+        return self.use.launches_inline
 
     def look(self) -> None:
         """Looks whether iterations make progress. Must be called at even intervals; see `Failures.looked`."""
-        self.failures.looked(self._compute_thread.current or self._launched_number, self._use.most_looks)
+        self.failures.looked(self._compute_thread.current or self._launched_number, self.use.most_looks)
 
     async def run(self) -> None:
         """Runs iterations for ever."""
@@ -300,7 +286,7 @@ class Engine:
             while True:
                 await self._make_copies()
                 self._run_commands()
-                steps = self._scheduler.next_batch(takes_prompts=not self._executor.is_ahead)
+                steps = self.scheduler.next_batch(takes_prompts=not self._executor.is_ahead)
                 if not steps and not self._copies and not await self._read_ahead():
                     break
                 admitted = list(self._admitted(steps))
@@ -375,9 +361,9 @@ class Engine:
         failpoints.passed("before_forward")
         num_seen = _num_seen(admitted)
         is_plain_decode = _is_plain_decode(steps)
-        is_inline = is_plain_decode and self._is_short(admitted, num_seen)
+        is_inline = is_plain_decode and self._is_short(admitted, len(num_seen))
         launched = None
-        if is_plain_decode and self._use.launches_inline and not any(map(_samples_on_cpu, admitted)):
+        if is_plain_decode and self.use.launches_inline and not any(map(_samples_on_cpu, admitted)):
             launched = self._executor.launch(admitted, steps[0].blocks)
         result = None if launched is None else await self._finished(launched)
         if result is None:
@@ -387,11 +373,11 @@ class Engine:
         seconds = self.clock() - (started_s if began_s is None else began_s)
         # Outputs leave before the metrics are updated, because other hops wait for them.
         num_undelivered = self._delivery.deliver(admitted, result)
-        if self._spans is not None:
-            self._spans.record(admitted, result.outputs, seconds)
+        if self.spans is not None:
+            self.spans.record(admitted, result.outputs, seconds)
         num_rows = len(result.outputs)
         if result.has_raised and num_rows > 1:
-            self._metrics.split_iterations.inc()
+            self.metrics.split_iterations.inc()
         if num_undelivered == num_rows:
             await self._try_out()
             return
@@ -409,7 +395,7 @@ class Engine:
         # Rows that wait for their microbatch come next, and not those whose next step could be launched.
         is_alone = not self.first_hop.num_waiting
         return await self._compute_thread.run(
-            self._executor.compute, admitted, blocks, lambda: is_alone and not len(self._scheduler)
+            self._executor.compute, admitted, blocks, lambda: is_alone and not len(self.scheduler)
         )
 
     async def _finished(self, launched: LaunchedIteration) -> BatchResult | None:
@@ -426,18 +412,16 @@ class Engine:
         finally:
             self._launched_number = 0
 
-    def _is_short(self, admitted: Sequence[AdmittedStep], num_seen: Sequence[int]) -> bool:
+    def _is_short(self, admitted: Sequence[AdmittedStep], num_rows: int) -> bool:
         """Returns True if a plain decode step is probably short enough to be computed on the event loop."""
-        if not self._use.max_inline_s:
-            return False
-        seconds = self._step_times.predict(num_seen)
-        return seconds is not None and seconds < self._use.max_inline_s and not any(map(_samples_on_cpu, admitted))
+        seconds = num_rows * self._row_seconds
+        return 0.0 < seconds < self.use.max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
         """Warms up again after an iteration without output, to find out whether the rows were the cause."""
         try:
             # Idle sessions may hold all pages for days; without a free page the loss of the device would go unnoticed.
-            self._sessions.make_room(1)
+            self.sessions.make_room(1)
             await self._compute_thread.run(self._executor.warm_up)
         except OutOfPages:
             pass  # the sessions that hold all pages will show whether the server can compute
@@ -457,9 +441,9 @@ class Engine:
         *,
         is_plain_decode: bool,
     ) -> None:
-        metrics, num_rows = self._metrics, len(num_seen)
+        metrics, num_rows = self.metrics, len(num_seen)
         if is_plain_decode:
-            self._step_times.observe(seconds, num_seen)
+            self._row_seconds = moved(self._row_seconds, seconds / num_rows)
             # The planner needs the time of the blocks only: every chain has embedding and head exactly once.
             block_seconds = seconds - result.edge_seconds
             self.decode_step_seconds = moved(self.decode_step_seconds, block_seconds)
@@ -482,6 +466,11 @@ class Engine:
         metrics.tokens["decode"].inc(num_decoded)
         if num_tokens > num_decoded:
             metrics.tokens["prefill"].inc(num_tokens - num_decoded)
+
+
+def moved(average: float, value: float) -> float:
+    """The average, moved by a tenth towards the new value. An average of 0 becomes the value."""
+    return average + (_WEIGHT if average else 1.0) * (value - average)
 
 
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:

@@ -50,6 +50,7 @@ class Identity:
     context_length: int
 
 
+@dataclass(eq=False, repr=False)
 class FrameChecks:
     """Checks what frames ask of this server. All methods raise MalformedMessage, which names the wrong field.
 
@@ -59,22 +60,16 @@ class FrameChecks:
         capabilities: verifies who opens sessions of the model; None without mutual TLS.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        shared: SharedBySamplers = NOTHING_SHARED,
-        capabilities: Capabilities | None = None,
-    ) -> None:
-        self._identity = identity
-        self._shared = shared
-        self._capabilities = capabilities
+    identity: Identity
+    shared: SharedBySamplers = NOTHING_SHARED
+    capabilities: Capabilities | None = None
 
     def open_request(self, control: pb.Open, payload: Buffer, peer: Peer) -> OpenRequest:
         """Returns the request that an Open makes. Raises CapabilityDenied or RoleDenied if the peer may not make it."""
         if len(control.session_id) != ID_BYTES or not peer.client_id:
             raise MalformedMessage("session_id", f"must have {ID_BYTES} bytes, on a client's stream")
         request = self._session("open", control, payload, peer.client_id)
-        if control.HasField("sampler") and control.blocks.end != self._identity.num_model_blocks:
+        if control.HasField("sampler") and control.blocks.end != self.identity.num_model_blocks:
             raise MalformedMessage("sampler", "must be sent to the last hop only, which chooses the tokens")
         if request.owner != peer.owner:
             raise CapabilityDenied("the session's capability belongs to another owner than this stream")
@@ -116,9 +111,9 @@ class FrameChecks:
 
     def _opener(self, control: pb.Open | pb.Handover) -> tuple[str, pb.SignedCapability | None]:
         """Returns the session's owner, and the signed capability that proves it."""
-        if self._capabilities is None:
+        if self.capabilities is None:
             return "", None
-        owner = self._capabilities.verify(control).owner
+        owner = self.capabilities.verify(control).owner
         # The capability is copied because a reference to a part of a message keeps the whole message alive.
         capability = pb.SignedCapability()
         capability.CopyFrom(control.capability)
@@ -130,9 +125,9 @@ class FrameChecks:
         if control.HasField("block_prompts"):
             raise MalformedMessage("text", "must not be set in a session with trained prompts")
         hashes = self.page_hashes(control.text)
-        if len(hashes) * self._identity.prefix_page_tokens > control.max_tokens:
+        if len(hashes) * self.identity.prefix_page_tokens > control.max_tokens:
             raise MalformedMessage("text", "has more tokens than the session reserves")
-        if not self._identity.prefix_page_tokens:
+        if not self.identity.prefix_page_tokens:
             return None
         salt = salt_of(control.tenant, blocks, _adapter(control), long_factors=control.long_factors)
         return ExpectedText(salt, hashes, control.text.num_tokens)
@@ -150,10 +145,10 @@ class FrameChecks:
         """Makes the sampler that chooses a session's tokens. May take long, and may run in any thread."""
         return SessionSampler.read(
             control.sampler,
-            self._shared.draft_model,
-            vocab_size=self._identity.vocab_size,
+            self.shared.draft_model,
+            vocab_size=self.identity.vocab_size,
             max_tokens=control.max_tokens,
-            grammars=self._shared.grammars,
+            grammars=self.shared.grammars,
             may_read_grammar=may_read_grammar,
         )
 
@@ -161,13 +156,13 @@ class FrameChecks:
         """The digests of a text's whole pages, one by one."""
         hashes = text.page_hashes
         num_pages, rest = divmod(len(hashes), HASH_BYTES)
-        if rest or num_pages * self._identity.prefix_page_tokens > text.num_tokens:
+        if rest or num_pages * self.identity.prefix_page_tokens > text.num_tokens:
             raise MalformedMessage("text", f"must have {HASH_BYTES} bytes for each page that its tokens fill")
         return tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
 
     def _prompts(self, control: pb.Open | pb.Handover, payload: Buffer, num_blocks: int) -> BlockPrompts | None:
         if control.HasField("block_prompts"):
-            identity = self._identity
+            identity = self.identity
             return BlockPrompts.read(control.block_prompts, payload, num_blocks, identity.dtype, identity.hidden_size)
         if payload:
             raise MalformedMessage("payload", "must be empty, because no field of the frame describes it")
@@ -175,7 +170,7 @@ class FrameChecks:
 
     def _blocks(self, span: common_pb2.BlockSpan) -> Span:
         start, end = span.start, span.end
-        if start >= end or not self._identity.span.covers(blocks := Span(start, end)):
+        if start >= end or not self.identity.span.covers(blocks := Span(start, end)):
             raise MalformedMessage("blocks", "must be within the span of this server")
         return blocks
 
@@ -185,7 +180,7 @@ class FrameChecks:
         Raises:
             HopSessionLost: the step is for an earlier server at this address, which held the session and other blocks.
         """
-        span, held, route = step.blocks, self._identity.span, step.route
+        span, held, route = step.blocks, self.identity.span, step.route
         if span.end > held.end or span.start < held.start:
             raise HopSessionLost("this server holds other blocks")
         blocks = self._blocks(span)
@@ -213,7 +208,7 @@ class FrameChecks:
         """Checks a Next: rows that a last hop sends to this first hop."""
         if peer.client_id:
             raise MalformedMessage("next", "must be sent by a last hop to a first hop")
-        if self._identity.span.start != 0:
+        if self.identity.span.start != 0:
             raise HopSessionLost("this server holds other blocks")
         for row in message.rows:
             if len(row.client_id) != ID_BYTES or row.source_session_id or row.scratch_session_id:
@@ -226,7 +221,7 @@ class FrameChecks:
 
     def inputs(self, step: pb.Step, payload: Buffer, num_tokens: int) -> None:
         """Checks the inputs of a step: hidden states of its rows or, for block 0, their token ids."""
-        identity = self._identity
+        identity = self.identity
         if step.samples and not step.route and step.blocks.end != identity.num_model_blocks:
             raise MalformedMessage("samples", "must be sent to the last hop only, which chooses the tokens")
         self._results(step)
@@ -241,7 +236,7 @@ class FrameChecks:
 
     def _token_ids(self, rows: Iterable[pb.StepRow]) -> None:
         """Checks ids and positions of rows that have an id for each token."""
-        identity = self._identity
+        identity = self.identity
         for row in rows:
             if max(row.token_ids) >= identity.vocab_size:
                 raise MalformedMessage("token_ids", f"must be ids below {identity.vocab_size}")
@@ -255,7 +250,7 @@ class FrameChecks:
             if row.HasField("readout"):
                 if not samples:
                     raise MalformedMessage("readout", "must be in a step whose last hop chooses tokens")
-                readouts.check(row.readout, row.num_tokens, self._identity.vocab_size)
+                readouts.check(row.readout, row.num_tokens, self.identity.vocab_size)
             num_result_tokens = row.num_result_tokens if samples else 0
             if num_result_tokens > MAX_VERIFIED_TOKENS:
                 raise MalformedMessage("rows", f"at most {MAX_VERIFIED_TOKENS} tokens of a row are checked in one step")
@@ -287,8 +282,8 @@ class FrameChecks:
             raise MalformedMessage("rows", "must be at least one, and at most one for each session")
         if len(step.span_id) not in (0, _SPAN_ID_BYTES):
             raise MalformedMessage("span_id", "must have eight bytes")
-        if num_tokens > self._identity.max_tokens_per_frame:
-            raise MalformedMessage("rows", f"must have at most {self._identity.max_tokens_per_frame} tokens together")
+        if num_tokens > self.identity.max_tokens_per_frame:
+            raise MalformedMessage("rows", f"must have at most {self.identity.max_tokens_per_frame} tokens together")
         return CheckedRows(num_tokens, frozenset(session_ids), are_next)
 
     def scratch_ids(self, step: pb.Step) -> frozenset[bytes]:

@@ -6,7 +6,7 @@
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
@@ -26,7 +26,7 @@ _MOST_WAITING: Final = 4096
 """The most grammars that wait to be read. When another last hop dies, all answers of several client services may come
 here at once."""
 _STACK_BYTES: Final = 128 << 20
-"""The stack of a thread that reads grammars, which follows nested rules by recursion. Unused parts take no memory."""
+"""The stack of the thread that reads grammars, which follows nested rules by recursion. Unused parts take no memory."""
 
 # `threading.stack_size` sets the stack of all threads that the process starts until it is set again.
 _starting = threading.Lock()
@@ -49,7 +49,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._read: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        self._reading = ThreadPoolExecutor(1, "grammars")
+        self._reading = _deep_thread()
         self._fair_lock = FairLock(_MOST_WAITING, "too many grammars wait to be read on a block server")
 
     async def read(self, tenant: str, text: str) -> None:
@@ -96,7 +96,7 @@ class Grammars:
                 self._metrics.cached.inc()
                 return matcher
             try:
-                matcher = _on_deep_stack(lambda: self._matcher(text))
+                matcher = self._matcher(text)
             except MalformedMessage:
                 self._metrics.refused.inc()
                 raise
@@ -143,16 +143,11 @@ class Grammars:
         raise InternalError("answers with a response format are not possible with the model's tokenizer")
 
 
-def _on_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
-    """Runs `work` in a thread with a large stack and waits. Raises what `work` raises.
-
-    No grammar of `MAX_GRAMMAR_BYTES` exhausts that stack; an exhausted stack would end the process.
-    """
-    with ThreadPoolExecutor(1, "grammar") as pool:
-        with _starting:
-            usual = threading.stack_size(_STACK_BYTES)
-            try:
-                reading = pool.submit(work)  # this starts the thread
-            finally:
-                threading.stack_size(usual)
-        return reading.result()
+def _deep_thread() -> ThreadPoolExecutor:
+    """A thread with a large stack. No grammar of `MAX_GRAMMAR_BYTES` exhausts it; that would end the process."""
+    pool = ThreadPoolExecutor(1, "grammars")
+    with _starting:
+        usual = threading.stack_size(_STACK_BYTES)
+        pool.submit(int)  # this starts the thread
+        threading.stack_size(usual)
+    return pool

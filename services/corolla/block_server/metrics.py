@@ -1,6 +1,7 @@
 """The metrics of a block server."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,152 +25,122 @@ class BlockServerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._exported: dict[Counter, int] = {}
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.bound: MemoryBound | None = None
-        self.sessions = Gauge("corolla_hop_sessions", "Sessions held by this server.", registry=registry)
-        self.pages = Gauge(
+        self.sessions = gauge("corolla_hop_sessions", "Sessions held by this server.")
+        self.pages = gauge(
             "corolla_kv_pages",
             "KV pages by state: used by sessions, reserved for them, cached (no session uses them now; they hold "
             "beginnings of texts, and sessions may get them), free.",
             ["state"],
-            registry=registry,
         )
-        self.guaranteed_pages = Gauge(
+        self.guaranteed_pages = gauge(
             "corolla_kv_guaranteed_pages",
             "KV pages that are guaranteed to tenants, by state: kept (reserved for tenants that use less than their "
             "guarantee), missing (guaranteed beyond what this server has).",
             ["state"],
-            registry=registry,
         )
-        self.usage = Gauge(
-            "corolla_kv_cache_usage_ratio",
-            "Share of the KV pages that sessions use or have reserved, 0 to 1.",
-            registry=registry,
+        self.usage = gauge(
+            "corolla_kv_cache_usage_ratio", "Share of the KV pages that sessions use or have reserved, 0 to 1."
         )
-        self.cache_bytes = Gauge("corolla_kv_cache_bytes", "Bytes of the KV pages in use.", registry=registry)
-        self.prefix_queries = Counter(
-            "corolla_prefix_cache_queries", "Tokens that sessions looked for in this server's prefix cache.",
-            registry=registry,
-        )  # fmt: skip
-        self.prefix_hits = Counter(
-            "corolla_prefix_cache_hits", "Tokens that sessions looked for in this server's prefix cache and found.",
-            registry=registry,
-        )  # fmt: skip
-        self.device_memory = Gauge(
+        self.cache_bytes = gauge("corolla_kv_cache_bytes", "Bytes of the KV pages in use.")
+        self.prefix_queries = counter(
+            "corolla_prefix_cache_queries", "Tokens that sessions looked for in this server's prefix cache."
+        )
+        self.prefix_hits = counter(
+            "corolla_prefix_cache_hits", "Tokens that sessions looked for in this server's prefix cache and found."
+        )
+        self.device_memory = gauge(
             "corolla_device_memory_bytes",
             "Bytes of the GPU's memory by use: weights, pages (keys and values), recordings (of decode steps), "
             "workspace (tensors of steps, adapters), other (driver, libraries, other processes), free. Only servers on "
             "a GPU have this; process_resident_memory_bytes has the machine's memory.",
             ["use"],
-            registry=registry,
         )
-        self.recorded_rows = Gauge(
+        self.recorded_rows = gauge(
             "corolla_recorded_step_rows",
             "The most rows of a decode step that this server replays as a recording; 0: it launches each kernel.",
-            registry=registry,
         )
-        self.numerics = Gauge(
+        self.numerics = gauge(
             "corolla_numerics_info",
             "1, with the digest of how this server computes: device kind, dtype, versions and kernels.",
             ["digest"],
-            registry=registry,
         )
-        self.waiting = Gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.", registry=registry)
-        self.ring_waiting = Gauge(
+        self.waiting = gauge("corolla_num_steps_waiting", "Steps queued for the next iterations.")
+        self.ring_waiting = gauge(
             "corolla_num_ring_rows_waiting",
             "Rows that came back from the last hop and wait at this first hop for a microbatch; normal on busy chains.",
-            registry=registry,
         )
-        step_seconds = Histogram(
+        step_seconds = histogram(
             "corolla_hop_step_seconds",
             "Duration of one iteration on this server in seconds, by kind (decode, prefill).",
             ["kind"],
             buckets=STEP_BUCKETS,
-            registry=registry,
         )
         # The labelled metrics are looked up once, since each iteration uses them.
         self.step_seconds = {kind: step_seconds.labels(kind) for kind in STEP_KINDS}
-        self.memory_bound_seconds = Counter(
+        self.memory_bound_seconds = counter(
             "corolla_hop_memory_bound_seconds",
             "Seconds that the iterations would have taken if they only read all weights once and the keys and values "
             "of their rows, at the bandwidth that was measured at start, by kind (decode, prefill). Only servers on a "
             "GPU have this.",
             ["kind"],
-            registry=registry,
         )
-        self.edge_seconds = Counter(
-            "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens.",
-            registry=registry,
-        )  # fmt: skip
+        self.edge_seconds = counter(
+            "corolla_edge_compute_seconds", "Seconds of iterations spent on embedding, head and choice of tokens."
+        )
         self.grammars = GrammarMetrics(registry, "corolla_hop_grammar")
-        self.batch_rows = Histogram(
-            "corolla_hop_batch_rows",
-            "Rows computed together in one iteration.",
-            buckets=BATCH_ROWS_BUCKETS,
-            registry=registry,
+        self.batch_rows = histogram(
+            "corolla_hop_batch_rows", "Rows computed together in one iteration.", buckets=BATCH_ROWS_BUCKETS
         )
-        tokens = Counter(
-            "corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"], registry=registry
-        )
+        tokens = counter("corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"])
         self.tokens = {kind: tokens.labels(kind) for kind in STEP_KINDS}
-        self.adapters = Gauge("corolla_adapters", "Adapters that this server has loaded.", registry=registry)
-        self.adapter_bytes = Gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.", registry=registry)
-        self.adapter_load_seconds = Histogram(
+        self.adapters = gauge("corolla_adapters", "Adapters that this server has loaded.")
+        self.adapter_bytes = gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.")
+        self.adapter_load_seconds = histogram(
             "corolla_adapter_load_seconds",
             "Seconds that this server took to fetch and load an adapter, with the time that it waited for other ones.",
             buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0),
-            registry=registry,
         )
-        self.faults = Counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"], registry=registry)
+        self.faults = counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"])
         # An alert sees that a series grows, but not that it appears. So the series of these errors exist at once.
         for error in (NonFiniteOutput, StepFailed, OutOfMemory):
             self.faults.labels(error.reason)
-        self.split_iterations = Counter(
+        self.split_iterations = counter(
             "corolla_hop_split_iterations",
             "Iterations that failed and were computed again row by row, so that only bad rows fail.",
-            registry=registry,
         )
-        self.invariant_violations = Counter(
+        self.invariant_violations = counter(
             "corolla_hop_invariant_violations",
             "How often this server's tables contradicted each other while it was idle, by invariant: each is a bug.",
             ["invariant"],
-            registry=registry,
         )
-        self.expired = Counter(
-            "corolla_hop_sessions_expired", "Sessions freed because their lease ran out.", registry=registry
+        self.expired = counter("corolla_hop_sessions_expired", "Sessions freed because their lease ran out.")
+        self.boundary_activation_bytes = gauge(
+            "corolla_boundary_activation_bytes", "Bytes of outputs kept to rebuild a lost next hop."
         )
-        self.boundary_activation_bytes = Gauge(
-            "corolla_boundary_activation_bytes", "Bytes of outputs kept to rebuild a lost next hop.", registry=registry
-        )
-        self.resent_tokens = Counter(
-            "corolla_hop_resent_tokens", "Tokens whose boundary activations were sent again.", registry=registry
-        )
-        self.outputs_evicted = Counter(
+        self.resent_tokens = counter("corolla_hop_resent_tokens", "Tokens whose boundary activations were sent again.")
+        self.outputs_evicted = counter(
             "corolla_boundary_activations_evicted",
             "Sessions whose boundary activations were dropped to make room for other sessions.",
-            registry=registry,
         )
-        self.handover_bytes = Counter(
+        self.handover_bytes = counter(
             "corolla_handover_bytes",
             "Bytes of keys and values that were handed over, by direction (in, out).",
             ["direction"],
-            registry=registry,
         )
         for direction in DIRECTIONS:
             self.handover_bytes.labels(direction)
-        self.handed_over = Counter(
+        self.handed_over = counter(
             "corolla_sessions_handed_over",
             "Attempts to hand a session over, by outcome: moved, refused (by every peer), failed, no_peer.",
             ["outcome"],
-            registry=registry,
         )
         for outcome in OUTCOMES:
             self.handed_over.labels(outcome)
-        self.drain_seconds = Gauge(
-            "corolla_drain_seconds", "How long the drain of this server took, in seconds.", registry=registry
-        )
-        self.evicted = Counter(
-            "corolla_hop_sessions_evicted", "Idle sessions freed to make room for others.", registry=registry
-        )
+        self.drain_seconds = gauge("corolla_drain_seconds", "How long the drain of this server took, in seconds.")
+        self.evicted = counter("corolla_hop_sessions_evicted", "Idle sessions freed to make room for others.")
 
     def follow_device(self, by_use: Callable[[], Mapping[str, int]], bound: MemoryBound) -> None:
         """Begins the metrics of a device with memory of its own; on CPUs they are absent.

@@ -7,6 +7,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.chassis.errors import CorollaError
@@ -24,6 +25,7 @@ _LEAST_PAUSE_S: Final = 0.1
 """The shortest pause between two look-ups of unknown addresses, so that frames with many of them overload no router."""
 
 
+@dataclass(eq=False, repr=False)
 class Neighbours:
     """The addresses of the last placement. They stay valid while no router answers.
 
@@ -33,20 +35,14 @@ class Neighbours:
         clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]],
-        tasks: TaskGroup,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._placement = placement
-        self._tasks = tasks
-        self._clock = clock
-        # Until when each address is valid; infinite while the newest placement names it.
-        self._until_s: dict[str, float] = {}
-        self._device_ids: dict[str, str] = {}
-        self._waiting: list[Callable[[bool], None]] = []
-        self._last_look_s = -_LEAST_PAUSE_S
+    placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
+    tasks: TaskGroup
+    clock: Callable[[], float] = time.monotonic
+    # Until when each address is valid; infinite while the newest placement names it.
+    _until_s: dict[str, float] = field(init=False, default_factory=dict)
+    _device_ids: dict[str, str] = field(init=False, default_factory=dict)
+    _waiting: list[Callable[[bool], None]] = field(init=False, default_factory=list)
+    _last_look_s: float = field(init=False, default=-_LEAST_PAUSE_S)
 
     def has_address(self, address: str) -> bool:
         return address in self._until_s
@@ -63,11 +59,11 @@ class Neighbours:
         """
         self._waiting.append(then)
         if len(self._waiting) == 1:
-            self._tasks.start(self._look(), "look for a neighbour")
+            self.tasks.start(self._look(), "look for a neighbour")
 
     def take(self, address: str) -> None:
         """Adds an address for a while. A client service knows it from its own placement, and no router answers here."""
-        self._until_s[address] = self._clock() + _KEPT_S
+        self._until_s[address] = self.clock() + _KEPT_S
 
     async def run(self) -> None:
         """Refreshes the addresses regularly, so that they are recent when no router answers."""
@@ -76,8 +72,8 @@ class Neighbours:
             await asyncio.sleep(max(_LEAST_INTERVAL_S, _INTERVAL_PER_SERVER_S * len(self._until_s)))
 
     async def _look(self) -> None:
-        await asyncio.sleep(max(0.0, self._last_look_s + _LEAST_PAUSE_S - self._clock()))
-        self._last_look_s = self._clock()
+        await asyncio.sleep(max(0.0, self._last_look_s + _LEAST_PAUSE_S - self.clock()))
+        self._last_look_s = self.clock()
         # A caller that comes after this point may know of a server that joined after the router answered this request.
         waiting, self._waiting = self._waiting, []
         was_answered = await self._refresh()
@@ -87,10 +83,10 @@ class Neighbours:
     async def _refresh(self) -> bool:
         """Asks for the placement. Returns whether a router has answered."""
         try:
-            servers = await self._placement()
+            servers = await self.placement()
         except CorollaError:
             return False
-        now_s = self._clock()
+        now_s = self.clock()
         left = {address: min(until_s, now_s + _KEPT_S) for address, until_s in self._until_s.items()}
         self._until_s = {address: until_s for address, until_s in left.items() if now_s < until_s}
         self._until_s |= dict.fromkeys((each.server.address for each in servers), math.inf)

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Final
 
-from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.invariants import INVARIANTS, Violation, check
@@ -15,6 +15,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import StepWork
 from corolla.cache.store import SessionCache
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ _INTERVAL_S: Final = 1.0
 _SLICE_S: Final = 0.0005
 
 
+@dataclass(eq=False, repr=False)
 class PeriodicTasks:
     """The periodic tasks of one block server.
 
@@ -34,42 +36,34 @@ class PeriodicTasks:
         violations: the violations that the last check of the invariants found.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        scheduler: Scheduler[StepWork],
-        sessions: SessionTable[SessionCache],
-        outputs: BoundaryActivations,
-        peers: PeerTable,
-        metrics: BlockServerMetrics,
-        *,
-        page_bytes: Callable[[], int],
-    ) -> None:
-        self._engine = engine
-        self._scheduler = scheduler
-        self._sessions = sessions
-        self._outputs = outputs
-        self._peers = peers
-        self._metrics = metrics
-        self._page_bytes = page_bytes
-        self.violations: list[Violation] = []
+    engine: Engine
+    scheduler: Scheduler[StepWork]
+    sessions: SessionTable[SessionCache]
+    outputs: BoundaryActivations
+    peers: PeerTable
+    metrics: BlockServerMetrics
+    _: KW_ONLY
+    page_bytes: Callable[[], int]
+    violations: list[Violation] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
         # This creates the counters. An alert notices only that a counter grows, not that it appears with a value of 1.
         for invariant in INVARIANTS:
-            metrics.invariant_violations.labels(invariant)
+            self.metrics.invariant_violations.labels(invariant)
 
     async def run(self) -> None:
         """Runs the periodic tasks once a second until the task is cancelled."""
         while True:
-            self._engine.look()
+            self.engine.look()
             # Expired sessions release pages, but the 0 announces none. An open waits for announced pages, and it should
             # be refused at once rather than wait for a lease that has probably not run out.
-            self._engine.between_iterations(self._tidy, max_released_pages=0)
+            self.engine.between_iterations(self._tidy, max_released_pages=0)
             self._observe()
             await asyncio.sleep(_INTERVAL_S)
 
     def _observe(self) -> None:
         """Sets the gauges of what is held and what waits, and the counters whose totals other objects count."""
-        metrics, sessions, pool = self._metrics, self._sessions, self._sessions.pool
+        metrics, sessions, pool = self.metrics, self.sessions, self.sessions.pool
         metrics.sessions.set(len(sessions))
         metrics.pages.labels("used").set(pool.num_used)
         metrics.pages.labels("reserved").set(pool.num_reserved)
@@ -78,14 +72,14 @@ class PeriodicTasks:
         metrics.guaranteed_pages.labels("kept").set(sessions.num_kept_pages)
         metrics.guaranteed_pages.labels("missing").set(sessions.guarantees.num_missing)
         metrics.usage.set(1 - pool.num_available / pool.num_pages)
-        metrics.cache_bytes.set(pool.num_used * self._page_bytes())
+        metrics.cache_bytes.set(pool.num_used * self.page_bytes())
         metrics.count_to(metrics.prefix_queries, pool.num_prefix_tokens_asked)
         metrics.count_to(metrics.prefix_hits, pool.num_prefix_tokens_found)
         metrics.count_to(metrics.evicted, sessions.num_evicted)
-        metrics.boundary_activation_bytes.set(self._outputs.nbytes)
-        metrics.count_to(metrics.outputs_evicted, self._outputs.num_evicted)
-        metrics.waiting.set(len(self._scheduler))
-        metrics.ring_waiting.set(self._engine.first_hop.num_waiting)
+        metrics.boundary_activation_bytes.set(self.outputs.nbytes)
+        metrics.count_to(metrics.outputs_evicted, self.outputs.num_evicted)
+        metrics.waiting.set(len(self.scheduler))
+        metrics.ring_waiting.set(self.engine.first_hop.num_waiting)
 
     def check_invariants(self) -> None:
         """Frees the sessions whose lease has run out, and checks all invariants at once.
@@ -99,28 +93,28 @@ class PeriodicTasks:
 
     def _begin(self) -> Iterator[list[Violation]]:
         """Frees the sessions whose lease has run out. Returns a check of the invariants, which has yet to begin."""
-        now_s = self._engine.clock()
-        self._metrics.expired.inc(self._sessions.expire(now_s))
-        return check(self._sessions, self._outputs, self._peers.numbers, now_s)
+        now_s = self.engine.clock()
+        self.metrics.expired.inc(self.sessions.expire(now_s))
+        return check(self.sessions, self.outputs, self.peers.numbers, now_s)
 
     def _check_slice(self, parts: Iterator[list[Violation]], found: list[Violation]) -> None:
         """Checks invariants for one slice of time, and schedules the next slice. It gives up if other work waits."""
-        if self._engine.has_more_to_do:
+        if self.engine.has_more_to_do:
             return
-        end_s = self._engine.clock() + _SLICE_S
+        end_s = self.engine.clock() + _SLICE_S
         for part in parts:
             found += part
-            if self._engine.clock() >= end_s:
+            if self.engine.clock() >= end_s:
                 next_slice = partial(self._check_slice, parts, found)
                 asyncio.get_running_loop().call_soon(
-                    partial(self._engine.between_iterations, next_slice, max_released_pages=0)
+                    partial(self.engine.between_iterations, next_slice, max_released_pages=0)
                 )
                 return
         self._note(found)
 
     def _note(self, found: list[Violation]) -> None:
         for violation in found:
-            self._metrics.invariant_violations.labels(violation.invariant).inc()
+            self.metrics.invariant_violations.labels(violation.invariant).inc()
             if violation not in self.violations:
                 log.error(
                     "the server's internal tables disagree; please report this bug",

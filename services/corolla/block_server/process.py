@@ -58,12 +58,10 @@ class BlockServerProcess:
             try:
                 # The server still serves while it fetches. That may take minutes; the router may withdraw its order.
                 is_wanted = await server.fetch(span)
-            except StartupError as failure:
-                log.error("cannot move", extra={"blocks": str(span), "reason": failure.message})
-                is_wanted = False
             except Exception as failure:
                 # The disk may be full, for example. The span that is served is not affected.
-                log.error("cannot move", extra={"blocks": str(span), "where": call_path(failure)})
+                reason = failure.message if isinstance(failure, StartupError) else call_path(failure)
+                log.error("cannot move", extra={"blocks": str(span), "reason": reason})
                 is_wanted = False
             if not is_wanted:
                 await asyncio.sleep(RETRY_INTERVAL_S)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -24,6 +25,7 @@ _RETRY_INTERVAL_S = 0.5
 Reply = TypeVar("Reply", bound=Message)
 
 
+@dataclass(eq=False, repr=False)
 class Registration:
     """Registers the server, and renews its lease in the background.
 
@@ -41,27 +43,21 @@ class Registration:
         state: the state that the next heartbeat reports.
     """
 
-    def __init__(
-        self,
-        router: str,
-        server: router_pb2.ServerDescription,
-        load: Callable[[], router_pb2.ServerLoad],
-        channels: Channels = open_channel,
-        interval_s: float = 1.0,
-        on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None,
-    ) -> None:
-        self._router = router
-        self._channel = channels(router)
+    router: str
+    server: router_pb2.ServerDescription
+    load: Callable[[], router_pb2.ServerLoad]
+    channels: Channels = open_channel
+    interval_s: float = 1.0
+    on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None
+
+    def __post_init__(self) -> None:
+        self._channel = self.channels(self.router)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-        self._server = server
-        self._load = load
-        self._interval_s = interval_s
         self._span: Span | None = None
         self._soon = asyncio.Event()
         self._num_heartbeats = 0
         self._ordered: Span | None = None
         self._order_came = asyncio.Event()
-        self._on_placement = on_placement
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
     async def register(self, span: Span | None) -> Span:
@@ -70,7 +66,7 @@ class Registration:
         Raises:
             StartupError: the router refuses this server.
         """
-        request = router_pb2.RegisterServerRequest(server=self._server)
+        request = router_pb2.RegisterServerRequest(server=self.server)
         if span is not None:
             request.span.CopyFrom(span.to_message())
         has_logged = False
@@ -82,13 +78,13 @@ class Registration:
                     raise SpanRefused(error.message) from None
                 if not has_logged:
                     log.warning(
-                        "waiting until the router answers", extra={"router": self._router, "reason": error.reason}
+                        "waiting until the router answers", extra={"router": self.router, "reason": error.reason}
                     )
                     has_logged = True
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
-            self._interval_s = answer.heartbeat_interval_ms / 1000
-            self._span = Span.of(answer.span)
+            self.interval_s = answer.heartbeat_interval_ms / 1000
+            self._span = Span.from_message(answer.span)
             return self._span
 
     async def run(self) -> None:
@@ -101,7 +97,7 @@ class Registration:
             try:
                 await self.send_heartbeat()
                 if not reachable:
-                    log.info("router is back", extra={"router": self._router})
+                    log.info("router is back", extra={"router": self.router})
                 reachable = True
             except CorollaError as error:
                 if reachable:
@@ -109,7 +105,7 @@ class Registration:
                 reachable = False
             with contextlib.suppress(TimeoutError):
                 # After a failure the server retries soon, so that its routes return as soon as the router does.
-                interval_s = self._interval_s if reachable else min(self._interval_s, _RETRY_INTERVAL_S)
+                interval_s = self.interval_s if reachable else min(self.interval_s, _RETRY_INTERVAL_S)
                 async with asyncio.timeout(interval_s):
                     await self._soon.wait()
 
@@ -134,11 +130,11 @@ class Registration:
     async def send_heartbeat(self) -> None:
         """Sends one heartbeat with the current state and load."""
         request = router_pb2.HeartbeatRequest(
-            model=self._server.model,
-            server_id=self._server.server_id,
+            model=self.server.model,
+            server_id=self.server.server_id,
             state=self.state,
-            load=self._load(),
-            server=self._server,
+            load=self.load(),
+            server=self.server,
         )
         if self._span is not None:
             request.span.CopyFrom(self._span.to_message())
@@ -148,7 +144,7 @@ class Registration:
         answer = await self._call(self._stub.Heartbeat, request)
         failpoints.passed("after_lease")
         if answer.HasField("move_to"):
-            self._ordered = Span.of(answer.move_to)
+            self._ordered = Span.from_message(answer.move_to)
             self._order_came.set()
         else:
             self._ordered = None
@@ -156,15 +152,15 @@ class Registration:
 
     async def placement(self) -> Sequence[router_pb2.PlacedServer]:
         """Returns all servers of the model that the router knows. Raises the router's error, or RouterUnavailable."""
-        request = router_pb2.GetPlacementRequest(model=self._server.model)
+        request = router_pb2.GetPlacementRequest(model=self.server.model)
         placement = await self._call(self._stub.GetPlacement, request)
-        self._on_placement(placement)
+        self.on_placement(placement)
         return placement.servers
 
     async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:
         """Tells the router that an idle session moved from this server to `hop`. Raises the errors of `placement`."""
         request = router_pb2.MoveSessionRequest(
-            model=self._server.model, session_id=session_id.hex(), tenant=tenant, server_id=self._server.server_id,
+            model=self.server.model, session_id=session_id.hex(), tenant=tenant, server_id=self.server.server_id,
             hop=hop,
         )  # fmt: skip
         await self._call(self._stub.MoveSession, request)
@@ -172,7 +168,7 @@ class Registration:
     async def deregister(self, num_moved_sessions: int = 0, num_left_sessions: int = 0) -> None:
         """Gives the lease back. If no router answers, the lease runs out by itself."""
         request = router_pb2.DeregisterServerRequest(
-            model=self._server.model, server_id=self._server.server_id,
+            model=self.server.model, server_id=self.server.server_id,
             num_moved_sessions=num_moved_sessions, num_left_sessions=num_left_sessions,
         )  # fmt: skip
         try:

@@ -34,6 +34,7 @@ class _Link:
     sent: deque[tuple[float, pb.Step | pb.Next]] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
 
 
+@dataclass(eq=False, repr=False)
 class Relay:
     """Keeps one stream per hop, which it opens at first use and again after it broke.
 
@@ -44,24 +45,15 @@ class Relay:
         neighbours: knows the addresses that may be connected to; None allows every address.
     """
 
-    def __init__(
-        self,
-        fingerprint: str,
-        peers: PeerTable,
-        first_hop: Callable[[pb.Next], None],
-        connect: Connect = connect,
-        clock: Callable[[], float] = time.monotonic,
-        neighbours: Neighbours | None = None,
-    ) -> None:
-        self._fingerprint = fingerprint
-        self._peers = peers
-        self._first_hop = first_hop
-        self._clock = clock
-        self._connect = connect
-        self._neighbours = neighbours
-        self._links: dict[str, _Link] = {}
-        # Steps for addresses that a router is being asked about.
-        self._unsent: dict[str, list[tuple[pb.Step | pb.Next, Buffer]]] = {}
+    fingerprint: str
+    peers: PeerTable
+    first_hop: Callable[[pb.Next], None]
+    connect: Connect = connect
+    clock: Callable[[], float] = time.monotonic
+    neighbours: Neighbours | None = None
+    _links: dict[str, _Link] = field(init=False, default_factory=dict)
+    # Steps for addresses that a router is being asked about.
+    _unsent: dict[str, list[tuple[pb.Step | pb.Next, Buffer]]] = field(init=False, default_factory=dict)
 
     def send(self, address: str, step: pb.Step | pb.Next, payload: Buffer = b"") -> None:
         """Queues a step for another hop; if that hop cannot be reached, the clients of the step get a fault."""
@@ -75,12 +67,12 @@ class Relay:
         except QueueFull:
             self._lose(step, step.rows, _unreachable(address))
             return
-        link.sent.append((self._clock(), step))
+        link.sent.append((self.clock(), step))
 
     def send_next(self, first_block: int, address: str, message: pb.Next) -> None:
         """Sends the next rows of a ring to its first hop, which is this server if its blocks begin at 0."""
         if first_block == 0:
-            self._first_hop(message)
+            self.first_hop(message)
         else:
             self.send(address, message)
 
@@ -99,25 +91,25 @@ class Relay:
         Returns False, and does neither, if the placement is known to name the address.
         """
         unsent = self._unsent.get(address)
-        if unsent is None and (self._neighbours is None or self._neighbours.has_address(address)):
+        if unsent is None and (self.neighbours is None or self.neighbours.has_address(address)):
             return False
         sizes = [len(each) for steps in self._unsent.values() for _, each in steps]
         if len(sizes) >= _NUM_REMEMBERED or sum(sizes) + len(payload) > MAX_UNSENT_BYTES:
             self._refuse(step, address)
             return True
-        if unsent is None and self._neighbours is not None:
+        if unsent is None and self.neighbours is not None:
             unsent = self._unsent[address] = []
-            self._neighbours.look_again(lambda was_answered: self._on_asked(address, was_answered))
+            self.neighbours.look_again(lambda was_answered: self._on_asked(address, was_answered))
         if unsent is not None:
             unsent.append((step, payload))
         return True
 
     def _on_asked(self, address: str, was_answered: bool) -> None:
-        neighbours = self._neighbours
+        neighbours = self.neighbours
         for step, payload in self._unsent.pop(address):
             # While routers are away, client services still plan by the newest placement that they have. So an address
             # in a client service's step counts as named.
-            if neighbours is not None and not was_answered and self._peers.are_client_services(step):
+            if neighbours is not None and not was_answered and self.peers.are_client_services(step):
                 neighbours.take(address)
             if neighbours is None or neighbours.has_address(address):
                 self.send(address, step, payload)
@@ -129,15 +121,15 @@ class Relay:
         self._lose(step, step.rows, RouteUnknown("a step names a next hop that is not in the placement", address))
 
     def _begin(self, address: str) -> _Link:
-        link = _Link(self._connect(address, lambda _: self._receive))
-        link.stream.send(pb.Hello(fingerprint=self._fingerprint))
+        link = _Link(self.connect(address, lambda _: self._receive))
+        link.stream.send(pb.Hello(fingerprint=self.fingerprint))
         link.stream.ended.add_done_callback(lambda _: self._on_ended(address, link))
         return link
 
     def _receive(self, frame: Frame) -> None:
         """Passes a fault on to its client. The next hop sends it here only if it has no stream from the client."""
         if isinstance(frame.control, pb.Fault):
-            peer = self._peers.get(frame.control.client_id)
+            peer = self.peers.get(frame.control.client_id)
             if peer is not None:
                 peer.send(frame.control)
 
@@ -147,7 +139,7 @@ class Relay:
             log.warning("the stream to the next hop broke", extra={"address": address, "cause": end.cause.value})
         if self._links.get(address) is link:
             del self._links[address]
-        oldest_s = self._clock() - _REMEMBERED_S
+        oldest_s = self.clock() - _REMEMBERED_S
         seen: set[tuple[bytes, int]] = set()
         for sent_s, step in reversed(link.sent):
             if sent_s <= oldest_s:
@@ -163,7 +155,7 @@ class Relay:
 
     def _lose(self, step: pb.Step | pb.Next, rows: Iterable[pb.StepRow], error: HopUnavailable) -> None:
         """Reports that rows of a step may not arrive; an empty `rows` means all rows of a client's step."""
-        self._peers.send_faults(step, error, rows)
+        self.peers.send_faults(step, error, rows)
         if isinstance(step, pb.Step):
             self.give_up(step)
 

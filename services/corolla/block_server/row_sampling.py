@@ -38,6 +38,7 @@ class SharedBySamplers:
 NOTHING_SHARED: Final = SharedBySamplers()
 
 
+@dataclass(eq=False, repr=False)
 class SessionSampler:
     """Chooses the tokens of one session on its last hop, and drafts what may follow.
 
@@ -53,21 +54,15 @@ class SessionSampler:
         takes_likeliest: whether the most probable token is always chosen and nothing else is needed.
     """
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        speculator: Speculator | None,
-        vocab_size: int,
-        num_tokens_left: int,
-        end_token_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self.vocab_size = vocab_size
-        self._num_tokens_left = num_tokens_left
-        self._end_token_ids = end_token_ids
-        self.sampler = sampler
-        self._speculator = speculator
-        params = sampler.params
-        self.takes_likeliest = params.is_greedy and not sampler.adjusts_logits and params.num_logprobs is None
+    sampler: Sampler
+    speculator: Speculator | None
+    vocab_size: int
+    num_tokens_left: int
+    end_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        params = self.sampler.params
+        self.takes_likeliest = params.is_greedy and not self.sampler.adjusts_logits and params.num_logprobs is None
 
     @classmethod
     def read(
@@ -116,14 +111,9 @@ class SessionSampler:
         return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
 
     @property
-    def is_independent(self) -> bool:
-        """True if it has no speculator. A speculator adds draft tokens to a step, and may share its draft model."""
-        return self._speculator is None
-
-    @property
     def is_at_last(self) -> bool:
         """True if the answer ends with the next token, whichever that is."""
-        return self._num_tokens_left <= 1
+        return self.num_tokens_left <= 1
 
     @property
     def prepares_choice(self) -> bool:
@@ -137,12 +127,12 @@ class SessionSampler:
     @property
     def is_behind(self) -> bool:
         """Whether the speculator still has to read some of the text before it can draft."""
-        return self._speculator is not None and self._speculator.is_behind
+        return self.speculator is not None and self.speculator.is_behind
 
     def read_chunk(self) -> None:
         """Lets the speculator read the next chunk of the text."""
-        if self._speculator is not None:
-            self._speculator.read_chunk()
+        if self.speculator is not None:
+            self.speculator.read_chunk()
 
     def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
         """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it.
@@ -155,8 +145,8 @@ class SessionSampler:
         index = len(row.tokens)
         _add(token, row)
         self.sampler.take(token.token_id)
-        self._num_tokens_left -= 1
-        if self._num_tokens_left <= 0 or token.token_id in self._end_token_ids:
+        self.num_tokens_left -= 1
+        if self.num_tokens_left <= 0 or token.token_id in self.end_token_ids:
             row.is_last = True
             return False
         return index < len(draft_ids) and token.token_id == draft_ids[index]
@@ -167,16 +157,16 @@ class SessionSampler:
         return ChosenTokens(row, drafted)
 
     def _drafted(self, num_checked: int, row: pb.SampledRow) -> Sequence[int]:
-        if self._speculator is None:
+        if self.speculator is None:
             return ()
         token_ids = [token.token_id for token in row.tokens]
         try:
-            self._speculator.observe(num_checked, len(token_ids) - 1)
-            return self._speculator.draft(token_ids, self.sampler, self._num_tokens_left)
+            self.speculator.observe(num_checked, len(token_ids) - 1)
+            return self.speculator.draft(token_ids, self.sampler, self.num_tokens_left)
         except Exception as failure:
             # The chosen tokens are right. The draft model may lack memory; the answer continues without drafts.
             log.error("drafting failed; an answer continues without draft tokens", extra={"where": call_path(failure)})
-            self._speculator = None
+            self.speculator = None
             return ()
 
 

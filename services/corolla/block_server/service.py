@@ -11,7 +11,6 @@ from typing import Final
 import torch
 
 from corolla.block_server.adapters import Adapters
-from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine, ProcessorUse
@@ -26,23 +25,19 @@ from corolla.block_server.peers import PeerTable
 from corolla.block_server.periodic_tasks import PeriodicTasks
 from corolla.block_server.registration import Registration
 from corolla.block_server.relay import Relay
-from corolla.block_server.row_sampling import SharedBySamplers
 from corolla.block_server.scheduler import Scheduler
-from corolla.block_server.servicer import BlockServicer
-from corolla.block_server.servicer_admin import AdminEndpoint
+from corolla.block_server.servicer import AdminEndpoint, BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
 from corolla.block_server.span_loader import FEWER_PAGES, FEWER_WEIGHTS, SpanLoader
-from corolla.block_server.start_stages import StartStages
+from corolla.block_server.step_admission import StepWork
 from corolla.block_server.step_spans import StepSpans
-from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import call_path
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.parts import Part, Parts
 from corolla.chassis.processors import available_cores, is_cpu
-from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tenant_limits import QuotaTable
 from corolla.chassis.tracing import spans
@@ -59,12 +54,9 @@ from corolla.compute.device import (
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.numerics import numerics_of
-from corolla.compute.span_runner import SpanRunner
-from corolla.compute.speed import Speed, measure_bandwidth, measure_decode_step
-from corolla.models.checkpoint import Checkpoint
-from corolla.models.edges import Edges, head_bytes
+from corolla.compute.speed import measure_bandwidth, measure_decode_step
+from corolla.models.edges import head_bytes
 from corolla.models.hub import Hub
-from corolla.models.span_model import SpanModel
 from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.v1 import blocks_pb2, router_pb2
 from corolla.wire.network import Network
@@ -96,33 +88,12 @@ class BlockServer:
         new_registration: makes the registration; see `Registration`.
 
     Attributes:
-        stages: what the start has done so far.
+        parts: the parts of the server, and what the start has done so far.
         registry: the server's metrics, which can be read after it has stopped, too.
 
     Raises:
         StartupError: a port is taken; the server has then released its other ports.
     """
-
-    # Each of these is there once its part has started; `_parts` names the parts.
-    _reading: asyncio.Future[tuple[Checkpoint, str]]
-    _checkpoint: Checkpoint
-    _fingerprint: str
-    _device: torch.device
-    _speed: Speed
-    _description: router_pb2.ServerDescription
-    _registration: Registration
-    _span: Span
-    _model: SpanModel
-    _edges: Edges | None
-    _shared: SharedBySamplers
-    _bandwidth: float | None
-    _runner: SpanRunner
-    _outputs: BoundaryActivations
-    _sessions: SessionTable[SessionCache]
-    _engine: Engine
-    _servicer: BlockServicer
-    _periodic_tasks: PeriodicTasks
-    _drain: Drain
 
     def __init__(
         self,
@@ -135,12 +106,11 @@ class BlockServer:
         new_registration: Callable[..., Registration] = Registration,
     ) -> None:
         self.settings = settings
-        self.stages = StartStages()
         self._new_registration = new_registration
         self._max_tokens_per_frame = max_tokens_per_frame or settings.max_tokens_per_frame
         self._max_inline_s = max_inline_s
         self._wanted = settings.span or span
-        network = self._network = network or Network.of(settings.tls_dir)
+        network = self._network = network or Network.from_folder(settings.tls_dir)
         self.server_id = secrets.token_hex(16)
         self.registry = new_registry()
         self._metrics = BlockServerMetrics(self.registry)
@@ -153,15 +123,13 @@ class BlockServer:
             self._listener = network.listen(settings.host, settings.port)
             taken.callback(self._listener.release)
             # The gRPC port is taken last: only `stop` releases it, which needs a completely built server.
-            self._rpc = RpcServer(
-                settings.host,
-                settings.control_port,
-                with_reflection=settings.reflection,
-                credentials=network.rpc_credentials(),
-                metrics=self._rpc_metrics,
+            self._rpc = network.rpc_server(
+                settings.host, settings.control_port, self._rpc_metrics, with_reflection=settings.reflection
             )
             taken.pop_all()
         self._tasks = TaskGroup(self._fail, TaskMetrics(self.registry))
+        # The tasks that use the engine, which end before it.
+        self._work = self._tasks.subgroup()
         network.start_renewal(self._tasks)
         self._peers = PeerTable()
         self._scheduler: Scheduler[StepWork] = Scheduler(
@@ -178,35 +146,30 @@ class BlockServer:
         self._adapters: Adapters | None = None
         self._has_place, self._num_moved, self._num_left = False, 0, 0
         self._admin = AdminEndpoint(settings.admin_host, settings.admin_port, self._rpc_metrics, network)
-        self._parts = Parts(
+        self.parts = Parts(
             Part("metrics port", stop=self._metrics_endpoint.close),
             Part("tasks", stop=self._tasks.close),
             Part("compute thread", stop=self._compute_thread.close),
             Part("control port", stop=lambda: self._rpc.stop(0)),
             Part("data port", stop=self._listener.close),
             Part("metrics", self._metrics_endpoint.start, ["metrics port"]),
-            Part(
-                "admin",
-                self._start_admin,
-                ["data port", "control port", "metrics port"],
-                lambda: self._admin.stop(self._num_left),
-            ),
-            Part("reading", self._begin_reading, stop=self._end_reading),
-            Part("device", self._open_device, ["compute thread"]),
-            Part("checkpoint", self._find_checkpoint, ["reading"]),
+            Part("admin", self._start_admin, ["data port", "control port", "metrics port"], self._end_admin, "ports"),
+            Part("reading", self._begin_reading, stop=lambda: self._reading.cancel()),
+            Part("device", self._open_device, ["compute thread"], stage="device"),
+            Part("checkpoint", self._find_checkpoint, ["reading"], stage="model"),
             Part("speed", self._measure_speed, ["checkpoint", "device"]),
-            Part("registration", self._make_registration, ["speed", "data port"], self._end_registration),
-            Part("place", self._take_place, ["registration", "control port", "tasks"]),
-            Part("weights", self._load_weights, ["place"]),
-            Part("runner", self._make_runner, ["weights"]),
+            Part("registration", self._make_registration, ["speed", "data port"], self._end_registration, "kernels"),
+            Part("place", self._take_place, ["registration", "control port", "tasks"], stage="place"),
+            Part("weights", self._load_weights, ["place"], stage="weights"),
+            Part("runner", self._make_runner, ["weights"], stage="keys and values"),
             Part("sessions", self._make_sessions, ["runner"]),
-            Part("engine", self._make_engine, ["sessions"], lambda: self._engine.close()),
-            Part("first step", self._compute_a_step, ["engine"]),
+            Part("engine", self._make_engine, ["sessions"], self._end_engine),
+            Part("first step", self._compute_a_step, ["engine"], stage="step"),
             Part("servicer", self._make_servicer, ["first step"]),
             Part("drain", self._make_drain, ["first step"]),
-            Part("iterations", self._start_iterations, ["first step"], self._tasks.close),
+            Part("iterations", self._start_iterations, ["first step"]),
             Part("data plane", self._serve_callers, ["servicer", "iterations"], self._end_callers),
-            Part("readiness", self._begin_to_serve, ["data plane", "drain"], self._leave),
+            Part("readiness", self._begin_to_serve, ["data plane", "drain"], self._leave, "serving"),
         )
 
     @property
@@ -235,28 +198,28 @@ class BlockServer:
     @property
     def has_started(self) -> bool:
         """True once the server has loaded its span and begun to compute."""
-        return "iterations" in self._parts.started
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of a server that has started."""
-        return self._engine
-
-    @property
-    def periodic_tasks(self) -> PeriodicTasks:
-        """The periodic tasks of a server that has started."""
-        return self._periodic_tasks
+        return "iterations" in self.parts.started
 
     async def start(self) -> None:
         """Registers for a span, loads it and begins to serve it."""
-        await self._parts.start()
+        await self.parts.start()
+        log.info(
+            "ready",
+            extra={
+                "address": self.address,
+                "blocks": str(self._span),
+                "pages": self._runner.store.pool.num_pages,
+                "numerics": str(self._numerics),
+                "stages_s": {stage.name: round(stage.seconds, 2) for stage in self.parts.stages},
+            },
+        )
 
     async def stop(self) -> None:
         """Hands sessions over, leaves the placement and frees everything."""
         # Parts wait for threads when they stop, and a thread may wait for the hub.
         self._hub.stop()
         await self._rpc.not_ready()
-        await self._parts.stop()
+        await self.parts.stop()
 
     async def not_serving(self) -> None:
         """Makes the health service answer NOT_SERVING from now on."""
@@ -278,25 +241,25 @@ class BlockServer:
         await asyncio.to_thread(self._loader.fetch, self._checkpoint, span)
         return await self._registration.still_ordered(span)
 
-    async def _start_admin(self) -> None:
+    async def _start_admin(self) -> str:
         await self._admin.start()
-        self.stages.end(f"{self.port}, {self.control_port}, {self.metrics_port}")
+        return f"{self.port}, {self.control_port}, {self.metrics_port}"
+
+    async def _end_admin(self) -> None:
+        await self._admin.stop(self._num_left)
 
     def _begin_reading(self) -> None:
         # The checkpoint is read while the driver of the device starts.
         self._reading = asyncio.ensure_future(asyncio.to_thread(self._loader.find_checkpoint))
 
-    def _end_reading(self) -> None:
-        self._reading.cancel()
-
-    async def _open_device(self) -> None:
+    async def _open_device(self) -> str:
         self._device = await self._compute_thread.run(open_device, self.settings.device)
-        self.stages.end(device_name(self._device))
+        return device_name(self._device)
 
-    async def _find_checkpoint(self) -> None:
+    async def _find_checkpoint(self) -> str:
         self._checkpoint, self._fingerprint = await self._reading
         checkpoint = self._checkpoint
-        self.stages.end(f"{checkpoint.name}, {checkpoint.num_blocks} blocks, fingerprint {self._fingerprint}")
+        return f"{checkpoint.name}, {checkpoint.num_blocks} blocks, fingerprint {self._fingerprint}"
 
     async def _measure_speed(self) -> None:
         settings, device = self.settings, self._device
@@ -306,32 +269,28 @@ class BlockServer:
         with memory_for("a block's weights", device, FEWER_WEIGHTS):
             self._speed = await self._compute_thread.run(self._loader.measure, self._checkpoint)
 
-    async def _make_registration(self) -> None:
+    async def _make_registration(self) -> str:
         memory = await self._compute_thread.run(memory_of, self._device)
         self._description = await asyncio.to_thread(self._describe, memory)
-        self.stages.end(f"one block computes {self._speed.decode_tokens_per_second:.0f} tokens/s one at a time")
         self._registration = self._new_registration(
-            self.settings.router,
-            self._description,
-            self._load,
-            self._network.channels,
-            on_placement=self._on_placement,
+            self.settings.router, self._description, self._load, self._network.channels, on_placement=self._on_placement
         )
+        return f"one block computes {self._speed.decode_tokens_per_second:.0f} tokens/s one at a time"
 
     async def _end_registration(self) -> None:
         await self._give_place_back()
         await self._registration.close()
 
-    async def _take_place(self) -> None:
+    async def _take_place(self) -> str:
         self._rpc.announce(_SERVICE)
         await self._rpc.start()
         # A router may have counted a registration whose answer never came.
         self._has_place = True
         self._span = await self._registration.register(self._wanted)
         self._heartbeats = self._tasks.start_essential(self._registration.run, "heartbeats")
-        self.stages.end(f"blocks {self._span}")
         extra = {"model": self._checkpoint.name, "blocks": str(self._span), "threads": self._speed.num_threads}
         log.info("loading", extra=extra)
+        return f"blocks {self._span}"
 
     async def _give_place_back(self) -> None:
         """Leaves the placement, once."""
@@ -344,7 +303,7 @@ class BlockServer:
             await asyncio.wait({self._heartbeats})
         await self._registration.deregister(self._num_moved, self._num_left)
 
-    async def _load_weights(self) -> None:
+    async def _load_weights(self) -> str:
         device, span = self._device, self._span
         with memory_for(f"the weights of blocks {span}", device, FEWER_WEIGHTS):
             self._bandwidth = (
@@ -353,7 +312,7 @@ class BlockServer:
             self._model, self._edges, self._shared = await self._compute_thread.run(
                 self._loader.load_weights, self._checkpoint, span
             )
-        self.stages.end(f"{self._weight_bytes / 2**30:.2f} GiB on {self._model.device}")
+        return f"{self._weight_bytes / 2**30:.2f} GiB on {self._model.device}"
 
     @property
     def _weight_bytes(self) -> int:
@@ -363,7 +322,7 @@ class BlockServer:
     def _has_head(self) -> bool:
         return self._edges is not None and self._edges.has_head
 
-    async def _make_runner(self) -> None:
+    async def _make_runner(self) -> str:
         # Weights come first: a lack of memory is then reported as what it is.
         with memory_for("the keys and values of sessions", self._device, FEWER_PAGES):
             self._runner, recorded_bytes = await self._compute_thread.run(
@@ -374,12 +333,12 @@ class BlockServer:
                 self._shared.draft_model,
             )
         runner = self._runner
-        self.stages.end(f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}")
         recorded_rows = 0 if runner.decode_graphs is None else runner.decode_graphs.max_rows
         self._metrics.recorded_rows.set(recorded_rows)
         self._kernels = runner.kernel_choices.summary(recorded_rows)
         if self._bandwidth is not None:
             self._follow_device(self._bandwidth, recorded_bytes)
+        return f"{runner.store.pool.num_pages} pages, attention by {runner.backend.name}"
 
     def _follow_device(self, bandwidth: float, recorded_bytes: int) -> None:
         settings, store, device = self.settings, self._runner.store, self._device
@@ -397,17 +356,21 @@ class BlockServer:
         )
 
     async def _make_engine(self) -> None:
-        neighbours = Neighbours(self._registration.placement, self._tasks)
-        self._tasks.start_restartable(neighbours.run, "neighbours")
+        neighbours = Neighbours(self._registration.placement, self._work)
+        self._work.start_restartable(neighbours.run, "neighbours")
         new_relay = partial(Relay, self._fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
-        self._engine = Engine(
+        self.engine = Engine(
             self._runner, self._scheduler, self._sessions, self._outputs, self._peers, new_relay, self._metrics,
             fail=self._fail, edges=self._edges, use=self._processor_use(neighbours),
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
         )  # fmt: skip
 
-    async def _compute_a_step(self) -> None:
-        engine, runner = self._engine, self._runner
+    async def _end_engine(self) -> None:
+        await self._work.close()
+        self.engine.close()
+
+    async def _compute_a_step(self) -> str:
+        engine, runner = self.engine, self._runner
         with memory_for("the tensors of a step", self._device, FEWER_PAGES):
             await self._warm_up()
         step_s = await self._compute_thread.run(measure_decode_step, runner)
@@ -415,14 +378,14 @@ class BlockServer:
         # The next heartbeats announce the numerics.
         self._numerics = await self._compute_thread.run(numerics_of, runner, self._edges)
         self._metrics.numerics.labels(str(self._numerics)).set(1)
-        self.stages.end(f"{step_s * 1e3:.2f} ms for one token, {self._kernels}; numerics {self._numerics}")
+        return f"{step_s * 1e3:.2f} ms for one token, {self._kernels}; numerics {self._numerics}"
 
     @property
     def _max_part_tokens(self) -> int:
         return min(MAX_PART_TOKENS, self._max_tokens_per_frame)
 
     def _make_servicer(self) -> None:
-        settings, checkpoint, sessions, engine = self.settings, self._checkpoint, self._sessions, self._engine
+        settings, checkpoint, sessions, engine = self.settings, self._checkpoint, self._sessions, self.engine
         identity = Identity(
             server_id=self.server_id, span=self._span, model=checkpoint.name, fingerprint=self._fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(DTYPES[settings.dtype]), hidden_size=checkpoint.hidden_size,
@@ -432,39 +395,39 @@ class BlockServer:
             context_length=checkpoint.context_length,
         )  # fmt: skip
         receiver = HandoverReceiver(
-            self._span, sessions, engine, self._metrics, self._tasks, max_part_tokens=self._max_part_tokens
+            self._span, sessions, engine, self._metrics, self._work, max_part_tokens=self._max_part_tokens
         )
         if settings.adapters_mib:
             self._adapters = Adapters(
                 self._model, checkpoint.num_blocks, self._runner.stacks,
                 max_bytes=settings.adapters_mib << 20, folder=settings.adapters_dir, hub=self._hub,
-                registered=self._registration.placement, in_use=lambda: sessions.adapters_in_use,
+                ask_router=self._registration.placement, in_use=lambda: sessions.adapters_in_use,
                 between_iterations=partial(engine.between_iterations, max_released_pages=0),
-                tasks=self._tasks, metrics=self._metrics,
+                tasks=self._work, metrics=self._metrics,
             )  # fmt: skip
         self._servicer = BlockServicer(
-            identity, engine, sessions, self._outputs, self._peers, self._runner.store, receiver, self._tasks,
+            identity, engine, sessions, self._outputs, self._peers, self._runner.store, receiver, self._work,
             self._shared, self._rpc_metrics.error, self._network.capabilities(self._fingerprint), self._adapters,
         )  # fmt: skip
 
     def _make_drain(self) -> None:
         sender = HandoverSender(
-            self._span, self._sessions, self._engine, max_part_tokens=self._max_part_tokens,
+            self._span, self._sessions, self.engine, max_part_tokens=self._max_part_tokens,
             max_part_bytes=PART_BYTES if self._device.type == "cpu" else PART_BYTES_OF_GPUS,
         )  # fmt: skip
         self._drain = Drain(
-            self._description, self._sessions, self._engine, self._peers, self._registration, sender, self._metrics,
+            self._description, self._sessions, self.engine, self._peers, self._registration, sender, self._metrics,
             self._network.connect, self._numerics,
         )  # fmt: skip
 
     def _start_iterations(self) -> None:
         store = self._runner.store
-        self._tasks.start_essential(self._engine.run, "engine")
-        self._periodic_tasks = PeriodicTasks(
-            self._engine, self._scheduler, self._sessions, self._outputs, self._peers, self._metrics,
+        self._work.start_essential(self.engine.run, "engine")
+        self.periodic_tasks = PeriodicTasks(
+            self.engine, self._scheduler, self._sessions, self._outputs, self._peers, self._metrics,
             page_bytes=lambda: store.page_bytes,
         )  # fmt: skip
-        self._tasks.start_essential(self._periodic_tasks.run, "periodic_tasks")
+        self._work.start_essential(self.periodic_tasks.run, "periodic_tasks")
 
     async def _serve_callers(self) -> None:
         handler = self._network.service_handler(_SERVICE, self._servicer, self._rpc_metrics)
@@ -478,19 +441,8 @@ class BlockServer:
 
     async def _begin_to_serve(self) -> None:
         await self._rpc.ready()
-        self.stages.end()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()
-        log.info(
-            "ready",
-            extra={
-                "address": self.address,
-                "blocks": str(self._span),
-                "pages": self._runner.store.pool.num_pages,
-                "numerics": str(self._numerics),
-                "stages_s": {stage.name: round(stage.seconds, 2) for stage in self.stages.ended},
-            },
-        )
 
     async def _leave(self) -> None:
         try:
@@ -564,7 +516,7 @@ class BlockServer:
 
     async def _warm_up(self) -> None:
         """Computes a token in each thread that will compute, and makes sure that the largest step has room, too."""
-        engine, device = self._engine, self._device
+        engine, device = self.engine, self._device
         step_bytes = self._loader.step_bytes(self._checkpoint, has_head=self._has_head)
         await self._compute_thread.run(engine.warm_up)
         if engine.launches_inline:
@@ -595,13 +547,12 @@ class BlockServer:
             max_microbatches=settings.max_microbatches,
             num_devices=neighbours.num_devices,
             compute_thread=self._compute_thread,
-            follows_lengths=checkpoint.family.past.caches_latents,
             # A step of a large model may take that long if a CPU computes it.
             most_looks=0 if on_cpu else _MOST_LOOKS,
         )
 
     def _load(self) -> router_pb2.ServerLoad:
-        if "engine" not in self._parts.started:
+        if "engine" not in self.parts.started:
             return router_pb2.ServerLoad()
         pool = self._sessions.pool
         return router_pb2.ServerLoad(
@@ -610,9 +561,9 @@ class BlockServer:
             num_free_pages=self._sessions.num_available_pages,
             max_session_tokens=self._sessions.max_session_tokens,
             num_queued_steps=len(self._scheduler),
-            decode_step_seconds=self._engine.decode_step_seconds,
-            decode_tokens_per_second=self._engine.decode_speed.tokens_per_second,
-            decode_batch_rows=self._engine.decode_batch_rows,
+            decode_step_seconds=self.engine.decode_step_seconds,
+            decode_tokens_per_second=self.engine.decode_speed.tokens_per_second,
+            decode_batch_rows=self.engine.decode_batch_rows,
             numerics=str(self._numerics),
             kernels=self._kernels,
         )

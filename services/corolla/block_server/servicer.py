@@ -4,14 +4,13 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
 from corolla.block_server.adapters import Adapters
-from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
@@ -22,6 +21,7 @@ from corolla.block_server.pending_opens import PendingOpens
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import StepWork
 from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis import audit, failpoints
 from corolla.chassis.audit import Caller
@@ -34,19 +34,27 @@ from corolla.chassis.errors import (
     RoleDenied,
 )
 from corolla.chassis.handlers import Call
+from corolla.chassis.lifecycle import ask_to_stop
+from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.trust.authorisation import check_frame
 from corolla.trust.capabilities import Capabilities
 from corolla.trust.workload import Role
+from corolla.v1 import admin_pb2
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Frame
+from corolla.wire.frames import Buffer, Frame
+from corolla.wire.network import Network
 from corolla.wire.stream import Receiver, Stream, StreamEnd
 
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
+_FAREWELL_S: Final = 1.0
+_ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
+@dataclass(eq=False, repr=False)
 class BlockServicer:
     """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time.
 
@@ -58,35 +66,26 @@ class BlockServicer:
         adapters: loads the adapters of sessions; None: sessions cannot use adapters.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        engine: Engine,
-        sessions: SessionTable[SessionCache],
-        outputs: BoundaryActivations,
-        peers: PeerTable,
-        store: KVStore,
-        receiver: HandoverReceiver,
-        tasks: TaskGroup,
-        shared: SharedBySamplers = NOTHING_SHARED,
-        count_error: Callable[[str], None] = lambda reason: None,
-        capabilities: Capabilities | None = None,
-        adapters: Adapters | None = None,
-    ) -> None:
-        self._adapters = adapters
-        self._tasks = tasks
-        self._identity = identity
-        self._count_error = count_error
-        self._checks = FrameChecks(identity, shared, capabilities)
-        self._has_draft_model = shared.draft_model is not None
-        self._pending_opens = PendingOpens(tasks, shared.grammars)
-        self._engine = engine
-        self._sessions = sessions
-        self._outputs = outputs
-        self._peers = peers
-        self._store = store
-        self._receiver = receiver
-        self._handlers: dict[type, Callable[[Frame, Peer], None]] = {
+    identity: Identity
+    engine: Engine
+    sessions: SessionTable[SessionCache]
+    outputs: BoundaryActivations
+    peers: PeerTable
+    store: KVStore
+    receiver: HandoverReceiver
+    tasks: TaskGroup
+    shared: SharedBySamplers = NOTHING_SHARED
+    count_error: Callable[[str], None] = lambda reason: None
+    capabilities: Capabilities | None = None
+    adapters: Adapters | None = None
+    _checks: FrameChecks = field(init=False)
+    _pending_opens: PendingOpens = field(init=False)
+    _handlers: dict[type, Callable[[Any, Buffer, Peer], None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._checks = FrameChecks(self.identity, self.shared, self.capabilities)
+        self._pending_opens = PendingOpens(self.tasks, self.shared.grammars)
+        self._handlers = {
             pb.Open: self._open,
             pb.Step: self._step,
             pb.Resend: self._resend,
@@ -123,40 +122,40 @@ class BlockServicer:
             timer.cancel()
             error = ended.result().error
             if error is not None:
-                self._count_error(error.reason)
+                self.count_error(error.reason)
                 log.warning("a stream failed", extra={"reason": error.reason})
             if peer is not None and peer.lose(stream):
-                self._peers.remove(peer)
+                self.peers.remove(peer)
                 self._pending_opens.cancel_of(peer)
                 if peer.client_id:
-                    self._engine.between_iterations(partial(self._forget, peer))
+                    self.engine.between_iterations(partial(self._forget, peer))
 
         stream.ended.add_done_callback(on_ended)
         return receive
 
     async def GetStatus(self, request: pb.GetBlockServerStatusRequest, call: Call[Caller]) -> pb.BlockServerStatus:
         """Answers with what the server holds now."""
-        identity, pool = self._identity, self._sessions.pool
+        identity, pool = self.identity, self.sessions.pool
         return pb.BlockServerStatus(
             server_id=identity.server_id,
             span=identity.span.to_message(),
             model=identity.model,
             fingerprint=identity.fingerprint,
             dtype=identity.dtype_name,
-            num_sessions=len(self._sessions),
+            num_sessions=len(self.sessions),
             num_pages=pool.num_pages,
             num_free_pages=pool.num_available,
             num_cached_pages=pool.num_cached,
             page_tokens=pool.page_tokens,
-            kv_cache_bytes=pool.num_used * self._store.page_bytes,
+            kv_cache_bytes=pool.num_used * self.store.page_bytes,
             resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            num_queued_steps=self._engine.num_queued_steps,
-            adapters=[version.to_message() for version in self._adapters.versions] if self._adapters else (),
-            adapter_bytes=self._adapters.nbytes if self._adapters else 0,
+            num_queued_steps=self.engine.num_queued_steps,
+            adapters=[version.to_message() for version in self.adapters.versions] if self.adapters else (),
+            adapter_bytes=self.adapters.nbytes if self.adapters else 0,
         )
 
     def _welcome(self, hello: pb.Hello, stream: Stream) -> Peer:
-        identity = self._identity
+        identity = self.identity
         if hello.fingerprint != identity.fingerprint:
             raise FingerprintMismatch("this server holds other weights or speaks another protocol version")
         for name in ("client_id", "stream_id"):
@@ -165,12 +164,12 @@ class BlockServicer:
         peer = Peer(hello.client_id, stream, hello.stream_id)
         if peer.workload is not None and (peer.workload.role is Role.BLOCK) == bool(peer.client_id):
             raise RoleDenied("block servers have no client id, and all other callers have one")
-        known = self._peers.get(hello.client_id)
+        known = self.peers.get(hello.client_id)
         if known is not None and known.workload != peer.workload:
             raise RoleDenied("the client id belongs to another caller")
-        known_peer = self._peers.named(hello.stream_id)
+        known_peer = self.peers.named(hello.stream_id)
         if known_peer is None:
-            self._peers.add(peer)
+            self.peers.add(peer)
         elif (known_peer.client_id, known_peer.workload) != (peer.client_id, peer.workload):
             raise RoleDenied("the stream that is to move here belongs to another caller")
         else:
@@ -182,7 +181,7 @@ class BlockServicer:
                 dtype=identity.dtype,
                 max_tokens_per_frame=identity.max_tokens_per_frame,
                 page_tokens=identity.prefix_page_tokens,
-                has_draft_model=self._has_draft_model,
+                has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
             )
         )
@@ -195,10 +194,9 @@ class BlockServicer:
             raise MalformedMessage("frame", "must be of a kind that callers may send")
         if peer.workload is not None:
             check_frame(kind, peer.workload)
-        handler(frame, peer)
+        handler(frame.control, frame.payload, peer)
 
-    def _open(self, frame: Frame, peer: Peer) -> None:
-        control: pb.Open = frame.control  # type: ignore[assignment]
+    def _open(self, control: pb.Open, payload: Buffer, peer: Peer) -> None:
         self._pending_opens.cancel(control.session_id, control.epoch)
 
         def refuse(error: CorollaError) -> None:
@@ -206,17 +204,17 @@ class BlockServicer:
             peer.send(fill_fault(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
 
         try:
-            request = self._checks.open_request(control, frame.payload, peer)
+            request = self._checks.open_request(control, payload, peer)
             # The present iteration may take long. If the session will not even fit after the iteration has released
             # pages, the open is refused at once.
-            max_released_pages = self._engine.max_released_pages
+            max_released_pages = self.engine.max_released_pages
             if max_released_pages is not None:
-                self._sessions.check_room(request, max_released_pages)
+                self.sessions.check_room(request, max_released_pages)
 
             def open_soon(sampler: SessionSampler | None = None) -> None:
                 opening = partial(self._open_session, control, replace(request, sampler=sampler), peer, refuse)
-                num_pages = self._sessions.num_pages_in_use(control.session_id)
-                self._engine.between_iterations(opening, max_released_pages=num_pages)
+                num_pages = self.sessions.num_pages_in_use(control.session_id)
+                self.engine.between_iterations(opening, max_released_pages=num_pages)
 
             has_sampler, is_loaded = control.HasField("sampler"), self._has_adapter(request)
             sampler = self._checks.sampler_at_once(control) if has_sampler and is_loaded else None
@@ -233,13 +231,13 @@ class BlockServicer:
     ) -> None:
         failpoints.passed("before_open")
         try:
-            if self._adapters is not None and request.adapter_version is not None:
-                request = replace(request, adapter=self._adapters.take(request.adapter_version, request.tenant))
-            session = self._sessions.open(request, self._engine.clock())
+            if self.adapters is not None and request.adapter_version is not None:
+                request = replace(request, adapter=self.adapters.take(request.adapter_version, request.tenant))
+            session = self.sessions.open(request, self.engine.clock())
         except CorollaError as error:
             refuse(error)
             return
-        kept_start, kept_end = self._outputs.range(control.session_id)
+        kept_start, kept_end = self.outputs.range(control.session_id)
         peer.send(
             pb.Opened(
                 request_id=control.request_id,
@@ -252,46 +250,44 @@ class BlockServicer:
             )
         )
         if request.sampler is not None:
-            self._engine.read_ahead(request.sampler)
+            self.engine.read_ahead(request.sampler)
         failpoints.passed("after_open")
 
     def _has_adapter(self, request: OpenRequest) -> bool:
         version = request.adapter_version
-        return version is None or (self._adapters is not None and self._adapters.has(version))
+        return version is None or (self.adapters is not None and self.adapters.has(version))
 
     async def _load_adapter(self, request: OpenRequest) -> None:
         """Returns when the server has the adapter that `request` asks for. Raises as `Adapters.load` does."""
         if request.adapter_version is None:
             return
-        if self._adapters is None:
+        if self.adapters is None:
             raise AdapterNotLoaded("a block server accepts no adapters; the operator can set COROLLA_ADAPTERS_MIB")
-        await self._adapters.load(request.adapter_version, request.tenant)
+        await self.adapters.load(request.adapter_version, request.tenant)
 
-    def _step(self, frame: Frame, peer: Peer) -> None:
-        step: pb.Step = frame.control  # type: ignore[assignment]
+    def _step(self, step: pb.Step, payload: Buffer, peer: Peer) -> None:
         try:
-            self._engine.submit(self._queued_step(step, frame, peer))
+            self.engine.submit(self._queued_step(step, payload, peer))
         except CorollaError as error:
             if peer.client_id in (b"", step.client_id):
-                self._peers.send_faults(step, error, step.rows, peer)
+                self.peers.send_faults(step, error, step.rows, peer)
             else:
                 # A caller that uses another client's id gets the fault: that client may have a step with this id.
                 peer.send(step_fault(step, error, step.rows, step.client_id))
 
-    def _next(self, frame: Frame, peer: Peer) -> None:
-        message: pb.Next = frame.control  # type: ignore[assignment]
+    def _next(self, message: pb.Next, payload: Buffer, peer: Peer) -> None:
         try:
             self._checks.next_rows(message, peer)
         except CorollaError as error:
-            self._peers.send_faults(message, error, message.rows)
+            self.peers.send_faults(message, error, message.rows)
             return
-        self._engine.first_hop.on_next(message)
+        self.engine.first_hop.on_next(message)
 
-    def _credit(self, frame: Frame, peer: Peer) -> None:
-        self._engine.last_hop.on_credit(frame.control, peer)  # type: ignore[arg-type]
+    def _credit(self, credit: pb.Credit, payload: Buffer, peer: Peer) -> None:
+        self.engine.last_hop.on_credit(credit, peer)
 
-    def _resend(self, frame: Frame, peer: Peer) -> None:
-        step = frame.control.step  # type: ignore[attr-defined]
+    def _resend(self, control: pb.Resend, payload: Buffer, peer: Peer) -> None:
+        step = control.step
         try:
             self._checks.step_blocks(step, peer)
             self._checks.rows(step)
@@ -299,41 +295,39 @@ class BlockServicer:
         except CorollaError as error:
             peer.send(step_fault(step, error, step.rows, step.client_id))
             return
-        step.dtype, step.hidden_size = self._identity.dtype, self._identity.hidden_size
+        step.dtype, step.hidden_size = self.identity.dtype, self.identity.hidden_size
         # The outputs are sent after the opens that came before this frame, and not during an iteration.
-        self._engine.between_iterations(lambda: self._engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
+        self.engine.between_iterations(lambda: self.engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
 
-    def _queued_step(self, step: pb.Step, frame: Frame, peer: Peer) -> QueuedStep[StepWork]:
+    def _queued_step(self, step: pb.Step, payload: Buffer, peer: Peer) -> QueuedStep[StepWork]:
         blocks = self._checks.step_blocks(step, peer)
         rows = self._checks.rows(step)
         # Bit 0 stands for this hop.
         session_ids = self._checks.scratch_ids(step) if step.scratch_hops & 1 else rows.session_ids
         # An unreadable step is refused here, before it gets into a batch with other steps.
-        self._checks.inputs(step, frame.payload, rows.num_tokens)
-        tenant_tokens = self._sessions.tenant_tokens(step.rows)
-        return QueuedStep(session_ids, tenant_tokens, rows.is_decode, blocks, StepWork(step, frame.payload, peer))
+        self._checks.inputs(step, payload, rows.num_tokens)
+        tenant_tokens = self.sessions.tenant_tokens(step.rows)
+        return QueuedStep(session_ids, tenant_tokens, rows.is_decode, blocks, StepWork(step, payload, peer))
 
-    def _close(self, frame: Frame, peer: Peer) -> None:
-        control: pb.Close = frame.control  # type: ignore[assignment]
+    def _close(self, control: pb.Close, payload: Buffer, peer: Peer) -> None:
         self._pending_opens.cancel(control.session_id, control.epoch)
+        self._change(control.session_id, peer, partial(self.sessions.end, control.session_id, control.epoch))
 
-        def close() -> None:
-            if self._has_say(control.session_id, peer):
-                self._sessions.end(control.session_id, control.epoch)
-
-        self._engine.between_iterations(close, max_released_pages=self._sessions.num_pages_in_use(control.session_id))
-
-    def _truncate(self, frame: Frame, peer: Peer) -> None:
-        control: pb.Truncate = frame.control  # type: ignore[assignment]
+    def _truncate(self, control: pb.Truncate, payload: Buffer, peer: Peer) -> None:
         self._pending_opens.cancel(control.session_id, control.epoch)
-
-        def truncate() -> None:
-            if self._has_say(control.session_id, peer):
-                self._sessions.truncate(control.session_id, control.epoch, control.position, idle=control.idle)
-
-        self._engine.between_iterations(
-            truncate, max_released_pages=self._sessions.num_pages_in_use(control.session_id)
+        truncate = partial(
+            self.sessions.truncate, control.session_id, control.epoch, control.position, idle=control.idle
         )
+        self._change(control.session_id, peer, truncate)
+
+    def _change(self, session_id: bytes, peer: Peer, change: Callable[[], None]) -> None:
+        """Changes a session between two iterations, if the peer may."""
+
+        def run() -> None:
+            if self._has_say(session_id, peer):
+                change()
+
+        self.engine.between_iterations(run, max_released_pages=self.sessions.num_pages_in_use(session_id))
 
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
         """The peer may change the session.
@@ -341,38 +335,30 @@ class BlockServicer:
         A client may change the sessions of its owner. The server that handed a session over may change it until the
         client has opened it here, in any epoch. If the session is not held here, any peer may.
         """
-        held = self._sessions.get(session_id)
+        held = self.sessions.get(session_id)
         if held is None:
             return True
         if peer.client_id:
             return held.request.owner == peer.owner
         return held.state is not SessionState.RUNNING and held.request.sender == peer.name
 
-    def _holds(self, frame: Frame, peer: Peer) -> None:
-        control: pb.Holds = frame.control  # type: ignore[assignment]
+    def _holds(self, control: pb.Holds, payload: Buffer, peer: Peer) -> None:
         hashes = self._checks.page_hashes(control.text)
+        set_hashes = partial(self.sessions.set_page_hashes, control.session_id, control.epoch, hashes)
+        self._change(control.session_id, peer, set_hashes)
 
-        def set_hashes() -> None:
-            if self._has_say(control.session_id, peer):
-                self._sessions.set_page_hashes(control.session_id, control.epoch, hashes)
-
-        self._engine.between_iterations(set_hashes, max_released_pages=0)
-
-    def _handover(self, frame: Frame, peer: Peer) -> None:
-        control: pb.Handover = frame.control  # type: ignore[assignment]
+    def _handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> None:
         try:
-            request = self._checks.handover_request(control, frame.payload, peer)
+            request = self._checks.handover_request(control, payload, peer)
         except RoleDenied as error:
             # The stream goes on: an honest sender may offer one session with an expired capability and then others.
             _audit("handover", error, peer)
             peer.send(_refusal(control.session_id, control.epoch, error))
             return
         if self._has_adapter(request):
-            self._engine.between_iterations(lambda: self._receiver.on_offer(request, control.transfer_id, peer))
+            self.engine.between_iterations(lambda: self.receiver.on_offer(request, control.transfer_id, peer))
         else:
-            self._tasks.start(
-                self._take_offer(request, control.transfer_id, peer), "offer of a session with an adapter"
-            )
+            self.tasks.start(self._take_offer(request, control.transfer_id, peer), "offer of a session with an adapter")
 
     async def _take_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
         """Takes a session over once its adapter is loaded, or refuses it."""
@@ -381,20 +367,52 @@ class BlockServicer:
         except CorollaError as error:
             peer.send(_refusal(request.session_id, request.epoch, error))
             return
-        self._engine.between_iterations(lambda: self._receiver.on_offer(request, transfer_id, peer))
+        self.engine.between_iterations(lambda: self.receiver.on_offer(request, transfer_id, peer))
 
-    def _handover_tokens(self, frame: Frame, peer: Peer) -> None:
+    def _handover_tokens(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         if peer.client_id:
             raise MalformedMessage("handover", "only servers hand sessions over")
-        self._receiver.on_part(frame.control, frame.payload, peer)  # type: ignore[arg-type]
+        self.receiver.on_part(control, payload, peer)
 
     def _forget(self, peer: Peer) -> None:
         """Frees or orphans the sessions that were opened on the peer's stream, which has ended.
 
         If it was the client's last stream, the same happens to all of the client's sessions.
         """
-        is_gone = self._peers.get(peer.client_id) is None
-        self._sessions.end_stream(peer.client_id, None if is_gone else peer.number)
+        is_gone = self.peers.get(peer.client_id) is None
+        self.sessions.end_stream(peer.client_id, None if is_gone else peer.number)
+
+
+class AdminEndpoint:
+    """Serves AdminService, through which `corolla drain` makes a block server leave, if it has a port of its own."""
+
+    def __init__(self, host: str, port: int, metrics: RpcMetrics, network: Network) -> None:
+        self._num_sessions_left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._host = host
+        self._port = port
+        self._metrics = metrics
+        self._network = network
+        self._rpc: RpcServer | None = None
+
+    async def start(self) -> None:
+        """Begins to serve. Raises StartupError if the port is taken."""
+        if self._port:
+            self._rpc = self._network.rpc_server(self._host, self._port, self._metrics, with_reflection=False)
+            self._rpc.add(_ADMIN_SERVICE, self._network.service_handler(_ADMIN_SERVICE, self, self._metrics))
+            await self._rpc.start()
+            await self._rpc.ready()
+
+    async def Drain(self, request: admin_pb2.DrainRequest, call: Call[Caller]) -> admin_pb2.DrainResponse:
+        # A repeated call waits for the end of the drain that the first one began.
+        ask_to_stop()
+        return admin_pb2.DrainResponse(num_sessions_left=await asyncio.shield(self._num_sessions_left))
+
+    async def stop(self, num_sessions_left: int) -> None:
+        """Answers the calls of Drain that wait for the end of the drain, and stops serving."""
+        if not self._num_sessions_left.done():
+            self._num_sessions_left.set_result(num_sessions_left)
+        if self._rpc is not None:
+            await self._rpc.stop(_FAREWELL_S)
 
 
 def _refusal(session_id: bytes, epoch: int, error: CorollaError) -> pb.HandoverAnswer:

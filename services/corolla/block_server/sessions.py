@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Generic
 
 from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
@@ -23,6 +23,7 @@ _NUM_ENDED: Final = 4096
 """How many ended sessions are remembered, since some of their steps may still arrive."""
 
 
+@dataclass(eq=False, repr=False)
 class SessionTable(Generic[AnyCache]):
     """All sessions of the hop.
 
@@ -39,26 +40,19 @@ class SessionTable(Generic[AnyCache]):
         is_draining: whether new sessions are refused; held sessions may be reopened until they leave.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        new_cache: Callable[[], AnyCache],
-        *,
-        max_prompt_bytes: int = 0,
-        on_forget: Callable[[bytes], None] = lambda session_id: None,
-    ) -> None:
-        self.pool = pool
-        self.guarantees = PageGuarantees()
-        self._new_cache = new_cache
-        self._on_forget = on_forget
-        self._max_prompt_bytes = max_prompt_bytes
-        # Sessions are in order of use, least recently used first.
-        self._sessions: dict[bytes, HopSession[AnyCache]] = {}
-        self._versions = itertools.count(1)
-        # Ended sessions are in order of their end, oldest first.
-        self._ended_epochs: dict[bytes, int] = {}
-        self.num_evicted = 0
-        self.is_draining = False
+    pool: PagePool
+    new_cache: Callable[[], AnyCache]
+    _: KW_ONLY
+    max_prompt_bytes: int = 0
+    on_forget: Callable[[bytes], None] = lambda session_id: None
+    guarantees: PageGuarantees = field(init=False, default_factory=PageGuarantees)
+    # Sessions are in order of use, least recently used first.
+    _sessions: dict[bytes, HopSession[AnyCache]] = field(init=False, default_factory=dict)
+    _versions: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    # Ended sessions are in order of their end, oldest first.
+    _ended_epochs: dict[bytes, int] = field(init=False, default_factory=dict)
+    num_evicted: int = field(init=False, default=0)
+    is_draining: bool = field(init=False, default=False)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -84,14 +78,14 @@ class SessionTable(Generic[AnyCache]):
     @property
     def max_session_tokens(self) -> int:
         """The number of tokens of the longest session that any tenant could open now."""
-        return self._new_cache().max_tokens_within(max(0, self.num_available_pages - self.num_kept_pages))
+        return self.new_cache().max_tokens_within(max(0, self.num_available_pages - self.num_kept_pages))
 
     def pages_of_any(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens take, in one session or divided by whole pages among several sessions.
 
         The pages that a session holds apart from those of its tokens are counted once.
         """
-        cache = self._new_cache()
+        cache = self.new_cache()
         return len(cache.tables) * self.pool.pages_for(num_tokens) + cache.num_fixed_pages
 
     def tenant_tokens(self, rows: Iterable["pb.StepRow"]) -> Mapping[str, int]:
@@ -117,7 +111,7 @@ class SessionTable(Generic[AnyCache]):
         session = self._sessions.get(request.session_id)
         if session is not None and not session.is_idle:
             return
-        num_pages = self._new_cache().worst_case(request.max_tokens)
+        num_pages = self.new_cache().worst_case(request.max_tokens)
         num_available = self.num_available_pages + max_released_pages
         if num_pages > num_available:
             raise too_few_pages(num_pages, num_available)
@@ -128,7 +122,7 @@ class SessionTable(Generic[AnyCache]):
         Raises:
             OutOfPages: evicting all idle sessions would not give enough room; so none was evicted.
         """
-        self._make_room(self._new_cache().worst_case(num_tokens))
+        self._make_room(self.new_cache().worst_case(num_tokens))
 
     def get(self, session_id: bytes) -> HopSession[AnyCache] | None:
         return self._sessions.get(session_id)
@@ -151,14 +145,14 @@ class SessionTable(Generic[AnyCache]):
             raise HopLeaving("a block server takes no new sessions")
         if request.prompts is not None:
             self._check_prompts(request.prompts, except_of=request.session_id)
-        cache = self._new_cache() if session is None else session.cache
+        cache = self.new_cache() if session is None else session.cache
         num_pages = cache.worst_case(request.max_tokens)
         self._make_room(num_pages - cache.num_pages, self._num_kept_from(request, num_pages), request.session_id)
         if session is None:
             session = HopSession(request, cache)
         elif not request.resume or session.state is SessionState.ARRIVING or not session.request.agrees_with(request):
             cache.clear()
-            self._on_forget(request.session_id)
+            self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
         cache.allocate(request.max_tokens, request.text)
@@ -369,7 +363,7 @@ class SessionTable(Generic[AnyCache]):
 
     def _check_prompts(self, prompts: "BlockPrompts", *, except_of: bytes) -> None:
         others = (each.request for each in self if each.request.session_id != except_of)
-        if prompts.nbytes + sum(each.prompts.nbytes for each in others if each.prompts) > self._max_prompt_bytes:
+        if prompts.nbytes + sum(each.prompts.nbytes for each in others if each.prompts) > self.max_prompt_bytes:
             raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
 
     def _held_pages(self, except_of: bytes = b"") -> Counter[str]:
@@ -410,4 +404,4 @@ class SessionTable(Generic[AnyCache]):
         session.apply(SessionEvent.FREED)
         del self._sessions[session.request.session_id]
         session.cache.clear()
-        self._on_forget(session.request.session_id)
+        self.on_forget(session.request.session_id)

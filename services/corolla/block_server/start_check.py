@@ -26,7 +26,7 @@ class TrialRegistration(Registration):
 
     async def register(self, span: Span | None) -> Span:
         """Returns the given span, or the one from block 0 on that the server's description has room for."""
-        described = self._server
+        described = self.server
         if span is not None:
             return span
         num_blocks = min(described.capacity_blocks, described.num_model_blocks)
@@ -85,7 +85,7 @@ def check_start(sentence_of: Callable[[CorollaError], str], **overrides: Any) ->
     try:
         settings = load(BlockServerSettings, **overrides)
         exposure.check(settings)
-        network = Network.of(settings.tls_dir)
+        network = Network.from_folder(settings.tls_dir)
     except StartupError as failure:
         return [Checked("settings", failure.message, seconds=time.monotonic() - began_s)]
     found = f"{settings.model}, blocks {settings.blocks}, {settings.dtype}, {settings.device}"
@@ -115,9 +115,9 @@ async def _checked(
         failed = f"{type(failure).__name__} at {call_path(failure)}: {failure}"
     finally:
         await server.stop()
-    checked = [router, *(Checked(stage.name, None, stage.found, stage.seconds) for stage in server.stages.ended)]
+    checked = [router, *(Checked(stage.name, None, stage.found, stage.seconds) for stage in server.parts.stages)]
     if failed is not None:
-        checked.append(Checked(server.stages.open or "serving", failed))
+        checked.append(Checked(server.parts.open_stage or "serving", failed))
     return checked
 
 

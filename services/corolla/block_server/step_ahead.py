@@ -12,9 +12,9 @@ positions again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corolla.block_server.admitted_step import AdmittedStep
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.row_sampling import ChosenTokens, RowLogits
+from corolla.block_server.step_admission import AdmittedStep
 from corolla.cache.store import SessionCache
 from corolla.compute.base import LaunchedBatch, RowWork
 
@@ -66,7 +66,7 @@ def next_rows(admitted: Sequence[AdmittedStep]) -> Sequence[NextRow]:
             sampler, ring, request = batch.sampler_for(row, session), session.ring, session.request
             if sampler is None or ring is None or request.adapter is not None or request.prompts is not None:
                 return ()
-            if not sampler.is_independent or row.num_result_tokens > 1 or row.HasField("readout"):
+            if sampler.speculator is not None or row.num_result_tokens > 1 or row.HasField("readout"):
                 return ()
             position = row.position + row.num_tokens
             has_room = position < session.cache.num_reserved_tokens

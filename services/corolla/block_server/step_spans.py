@@ -7,9 +7,9 @@ the same steps without a message.
 from collections.abc import Sequence
 from typing import Final
 
-from corolla.block_server.admitted_step import AdmittedStep
 from corolla.block_server.batch_executor import RowOutput
 from corolla.block_server.frame_checks import is_decode
+from corolla.block_server.step_admission import AdmittedStep
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tracing import spans
 from corolla.v1 import blocks_pb2 as pb

@@ -233,7 +233,7 @@ class Recovery:
         job.budget.on_recovery(report)
         self.on_recovery(report)
         if span.is_sampled:
-            hops = [f"{hop.address} {Span.of(hop.span)}" for hop in job.binding.chain.hops]
+            hops = [f"{hop.address} {Span.from_message(hop.span)}" for hop in job.binding.chain.hops]
             span.note(method=methods, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
         return report
 
@@ -256,7 +256,7 @@ class Recovery:
         action = classify(failure, is_alive=bool(reporter) and not await self.handovers.is_disconnected(address))
         failed, died = _hops_at(job, address), list[Span]()
         if action is Action.REPLACE:
-            died = [Span.of(hop.span) for hop in failed if not self.routes.is_leaving_or_gone(hop.server_id)]
+            died = [Span.from_message(hop.span) for hop in failed if not self.routes.is_leaving_or_gone(hop.server_id)]
             self._avoid(failed)
         blames_reporter = job.budget.spend(action, failure, job.position, died, in_replay=in_replay)
         if action is Action.REPLACE_EITHER:

@@ -331,7 +331,10 @@ class Reservations:
         """
         with spans.span("open") as span:
             if span.is_sampled:
-                span.note(hops=[f"{hop.address} {Span.of(hop.span)}" for hop in chain.hops], epoch=identities[0].epoch)
+                span.note(
+                    hops=[f"{hop.address} {Span.from_message(hop.span)}" for hop in chain.hops],
+                    epoch=identities[0].epoch,
+                )
             return await self._open(identities, open_options, chain)
 
     async def _open(
@@ -439,7 +442,7 @@ class Reservations:
         async def open_one(number: int) -> tuple[pb.Opened, int]:
             async with turn:
                 welcome = await self.plane.connect(hop.address)
-                if not Span.of(welcome.span).covers(Span.of(hop.span)):
+                if not Span.from_message(welcome.span).covers(Span.from_message(hop.span)):
                     raise HopUnavailable("another server with other blocks now has the address of a hop", hop.address)
                 request = pb.Open(
                     session_id=identities[number].session_id,

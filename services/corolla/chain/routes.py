@@ -297,7 +297,7 @@ class Routes:
     def _numerics_of(self, chain: common_pb2.Chain, hops: Iterable[common_pb2.Hop]) -> Sequence[tuple[Span, Numerics]]:
         """The blocks and the numerics of some hops of a chain."""
         named = with_numerics(chain, self._placement.servers)
-        return [(Span.of(hop.span), numerics_of(named, hop)) for hop in hops]
+        return [(Span.from_message(hop.span), numerics_of(named, hop)) for hop in hops]
 
     def _replacements(
         self, gap: Sequence[tuple[Span, Numerics]], excluded: Collection[str], num_tokens: int

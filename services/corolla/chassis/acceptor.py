@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 log = logging.getLogger(__name__)
@@ -16,6 +17,7 @@ _REST_S: Final = 1.0
 _WARNING_INTERVAL_S: Final = 60.0
 
 
+@dataclass(eq=False, repr=False)
 class Acceptor:
     """Accepts connections from its creation on. A connection above the limit is refused at once, and harms no other.
 
@@ -33,19 +35,14 @@ class Acceptor:
         OSError: Another process listens on the port.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        max_connections: int,
-        serve: Callable[[socket.socket], Coroutine[Any, Any, None]],
-        refuse: Callable[[socket.socket], None] = socket.socket.close,
-    ) -> None:
+    listening: socket.socket
+    max_connections: int
+    serve: Callable[[socket.socket], Coroutine[Any, Any, None]]
+    refuse: Callable[[socket.socket], None] = socket.socket.close
+
+    def __post_init__(self) -> None:
         # It listens from here on, because uvloop reports no error for a socket on which it cannot listen.
-        listening.listen(_BACKLOG)
-        self._listening = listening
-        self._max_connections = max_connections
-        self._serve = serve
-        self._refuse = refuse
+        self.listening.listen(_BACKLOG)
         self._next_warning_s = 0.0
         self.tasks: set[asyncio.Task[None]] = set()
         self.accepting = asyncio.get_running_loop().create_task(self._accept())
@@ -55,16 +52,16 @@ class Acceptor:
         self.accepting.cancel()
         # The loop of asyncio would watch the socket's descriptor until its next turn. Once the socket is closed, that
         # number may belong to a new connection, which would break.
-        if self._listening.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._listening)
+        if self.listening.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.listening)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                self._take(*await loop.sock_accept(self._listening))
+                self._take(*await loop.sock_accept(self.listening))
                 for _ in range(_MORE_ACCEPTS_PER_TURN):
-                    self._take(*self._listening.accept())
+                    self._take(*self.listening.accept())
             except BlockingIOError:
                 pass
             except OSError as failure:
@@ -75,9 +72,9 @@ class Acceptor:
 
     def _take(self, caller: socket.socket, _address: object) -> None:
         caller.setblocking(False)
-        if len(self.tasks) >= self._max_connections:
+        if len(self.tasks) >= self.max_connections:
             self._warn()
-            self._refuse(caller)
+            self.refuse(caller)
             return
         task = asyncio.get_running_loop().create_task(self._served(caller))
         self.tasks.add(task)
@@ -85,7 +82,7 @@ class Acceptor:
 
     async def _served(self, caller: socket.socket) -> None:
         with suppress(OSError):  # a handshake that fails or takes too long is not an error of the service
-            await self._serve(caller)
+            await self.serve(caller)
 
     def _warn(self) -> None:
         now_s = asyncio.get_running_loop().time()

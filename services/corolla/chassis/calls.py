@@ -11,6 +11,7 @@ import re
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import grpc
@@ -145,6 +146,7 @@ class CallMetrics(Protocol):
     def error(self, reason: str) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class Guard:
     """Guards one method of one protocol: authenticates callers, counts and times calls, converts exceptions to errors.
 
@@ -154,34 +156,32 @@ class Guard:
         is_audited: Whether each call is in the audit log; denied calls are there in any case.
     """
 
-    def __init__(
-        self, method: str, metrics: CallMetrics, authenticate: Authenticate | None, *, is_audited: bool
-    ) -> None:
-        self._method = method
-        self._metrics = metrics
-        self._authenticate = authenticate
-        self._is_audited = is_audited
+    method: str
+    metrics: CallMetrics
+    authenticate: Authenticate | None
+    _: KW_ONLY
+    is_audited: bool
 
     def begin(self, context: Context) -> Call[Any]:
         """Returns a new call whose caller is not authenticated yet."""
-        return Call(self._method, context, ANONYMOUS_CALLER)
+        return Call(self.method, context, ANONYMOUS_CALLER)
 
     async def let_in(self, call: Call[Any]) -> None:
         """Authenticates the caller. Raises what `authenticate` raises."""
-        if self._authenticate is not None:
-            await self._authenticate(call)
+        if self.authenticate is not None:
+            await self.authenticate(call)
 
     def done(self, call: Call[Any]) -> None:
         """Records that the call has its reply."""
         seconds = time.perf_counter() - call.started_s
-        self._metrics.done(self._method, "OK", seconds)
-        if self._is_audited:
+        self.metrics.done(self.method, "OK", seconds)
+        if self.is_audited:
             call.write("OK", seconds)
 
     def stalled(self) -> None:
         """Records that a caller does not read its answer; its call ends when the caller reads again or disconnects."""
-        log.warning("a caller does not read its answer", extra={"method": self._method})
-        self._metrics.error(errors.CallerStalled.reason)
+        log.warning("a caller does not read its answer", extra={"method": self.method})
+        self.metrics.error(errors.CallerStalled.reason)
 
     def failed(self, call: Call[Any], failure: BaseException) -> errors.CorollaError | None:
         """Records a call that ended with an exception, and returns the error for the caller; None: the caller left."""
@@ -189,23 +189,23 @@ class Guard:
         if isinstance(failure, asyncio.CancelledError) and call.failure is not None:
             failure = call.failure
         if isinstance(failure, asyncio.CancelledError):
-            self._metrics.done(self._method, "CANCELLED", seconds, "caller")
-            if self._is_audited:
+            self.metrics.done(self.method, "CANCELLED", seconds, "caller")
+            if self.is_audited:
                 call.write("CANCELLED", seconds)
             return None
         if isinstance(failure, errors.CorollaError):
             error = failure
         elif not isinstance(failure, KeyboardInterrupt | SystemExit | GeneratorExit):
             # Rust code that panics raises no Exception.
-            log.error("unexpected failure", extra={"method": self._method, "where": call_path(failure)})
+            log.error("unexpected failure", extra={"method": self.method, "where": call_path(failure)})
             error = errors.InternalError("internal error")
         else:
             return None
         fault: Fault = "caller" if error.is_callers_fault else "service"
-        self._metrics.done(self._method, error, seconds, fault)
+        self.metrics.done(self.method, error, seconds, fault)
         if not isinstance(error, errors.CallerStalled):  # `stalled` has counted it
-            self._metrics.error(error.reason)
-        if self._is_audited or error.code in _DENIALS:
+            self.metrics.error(error.reason)
+        if self.is_audited or error.code in _DENIALS:
             call.write(error.reason, seconds)
         return error
 

@@ -151,7 +151,7 @@ class QuotaExceeded(CorollaError, code=StatusCode.RESOURCE_EXHAUSTED, retry_afte
     """
 
     @classmethod
-    def of(cls, quota: str, wait_s: float) -> Self:
+    def used_up(cls, quota: str, wait_s: float) -> Self:
         """Returns the error for a used-up `quota`.
 
         Args:

@@ -2,9 +2,8 @@
 
 This module, not gRPC, parses requests, so that undecodable bytes and over-long messages get a status of Corolla's own.
 It also reads them, after it has let the caller in: gRPC would read a single request before it calls a handler, and a
-refused caller's request must take no memory. To callers with a time-out it also writes single responses, since gRPC
-does not say whether it could send one. Therefore methods are registered as ones that read a stream, and those of such
-callers as ones that write a stream, too; all look the same on the wire.
+refused caller's request must take no memory. And it writes single responses, since gRPC does not say whether it could
+send one. Therefore all methods are registered as ones that read and write streams; they look the same on the wire.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from google.protobuf import descriptor, message, message_factory
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from corolla.chassis import errors
+from corolla.chassis import calls, errors
 from corolla.chassis.calls import UNCOUNTED, Authenticate, Call, Guard, Holding, call_path
 from corolla.chassis.message_fields import check_fields
 from corolla.chassis.metrics import RpcMetrics
@@ -30,6 +29,7 @@ __all__ = ["MAX_CONTROL_REQUEST_BYTES", "Authenticate", "Call", "UnknownServices
 MostReplyBytes = Callable[[Iterable[tuple[str, str | bytes]]], int]
 Hold = Callable[[Call[Any]], AbstractContextManager[Holding]]
 Parse = Callable[[bytes, Holding], message.Message]
+Check = Callable[[message.Message], object]
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -44,6 +44,7 @@ def service_handler(
     *,
     max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
     max_fields: int | None = None,
+    check: Check = lambda request: None,
     most_reply_bytes: MostReplyBytes | None = None,
     hold: Hold = lambda call: nullcontext(UNCOUNTED),
     reader_timeout_s: float | None = None,
@@ -62,10 +63,11 @@ def service_handler(
         most_reply_bytes: Returns, by a call's metadata, how large a reply of a unary method its caller receives; None:
             any size.
         max_fields: The most fields of a request, counted before it is parsed; None: they are not counted.
+        check: Raises a CorollaError if a method must not see the request.
         hold: Returns the context in which the bytes of a call's request, and of its reply to a caller with a time-out,
             are counted: from the moment they are here until the call ends, or its caller reads nothing for too long.
         reader_timeout_s: How long a caller may read nothing of its answer before its call ends with CALLER_STALLED;
-            None: for ever, and gRPC sends the reply of a unary method after the method's end is recorded.
+            None: for ever.
         authenticate: The function that authenticates callers; None: callers are not authenticated.
         audited: The methods (`Service/Method`) whose calls are all logged in the audit log; denied calls of every
             method are logged there.
@@ -78,20 +80,13 @@ def service_handler(
             continue
         name = f"{service.name}/{method.name}"
         guard = Guard(name, metrics, authenticate, is_audited=name in audited)
-        parse = _parser(method.input_type, max_request_bytes, max_fields)
-        if method.server_streaming:
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                _unary_stream(guard, behaviour, parse, reader_timeout_s, hold), response_serializer=_serialise
-            )
-        elif reader_timeout_s is not None:
-            handlers[method.name] = grpc.stream_stream_rpc_method_handler(
-                _unary_unary_sent(guard, behaviour, parse, reader_timeout_s, hold, most_reply_bytes),
-                response_serializer=_serialise,
-            )
-        else:
-            handlers[method.name] = grpc.stream_unary_rpc_method_handler(
-                _unary_unary(guard, behaviour, parse, name if traced else None), response_serializer=_serialise
-            )
+        parse = _parser(method.input_type, max_request_bytes, max_fields, check)
+        answer = behaviour
+        if not method.server_streaming:
+            answer = _single(behaviour, most_reply_bytes, name if traced else None)
+        handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+            _handler(guard, answer, parse, reader_timeout_s, hold), response_serializer=_serialise
+        )
     # Strangers choose the names of methods, so all others of a service are counted as one.
     unknown = Guard(f"{service.name}/unknown", metrics, None, is_audited=False)
     refusal = _refuse(unknown, "this service does not have the method")
@@ -131,7 +126,7 @@ class UnknownServices(grpc.GenericRpcHandler):
     def __init__(self, known: Container[str], metrics: RpcMetrics) -> None:
         self._known = known
         unknown = Guard("unknown", metrics, None, is_audited=False)
-        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
+        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             _refuse(unknown, "this server does not have the service")
         )
 
@@ -152,7 +147,7 @@ def _serialise(response: message.Message) -> bytes:
     return response.SerializeToString()
 
 
-def _parser(kind: descriptor.Descriptor, max_request_bytes: int, max_fields: int | None) -> Parse:
+def _parser(kind: descriptor.Descriptor, max_request_bytes: int, max_fields: int | None, check: Check) -> Parse:
     request_class = message_factory.GetMessageClass(kind)
 
     def parse(data: bytes, held: Holding) -> message.Message:
@@ -165,9 +160,11 @@ def _parser(kind: descriptor.Descriptor, max_request_bytes: int, max_fields: int
         if max_fields is not None:
             check_fields(data, kind, max_fields)
         try:
-            return request_class.FromString(data)
+            request = request_class.FromString(data)
         except DecodeError:
             raise errors.MalformedMessage("request", f"the bytes are not a {kind.name}") from None
+        check(request)
+        return request
 
     return parse
 
@@ -225,27 +222,12 @@ class _Responses:
         self._closing = asyncio.create_task(self.generator.aclose())
 
 
-def _unary_unary(guard: Guard, behaviour: Any, parse: Parse, traced_as: str | None) -> Any:
-    async def handle(requests: object, context: Context) -> Any:
-        async with _guarded(guard, context) as call:
-            with _span(traced_as, context):
-                return await behaviour(parse(await _request(context, call), call.held), call)
+def _single(behaviour: Any, most_reply_bytes: MostReplyBytes | None, traced_as: str | None) -> Any:
+    """A unary method as a generator of its only response."""
 
-    return handle
-
-
-def _unary_unary_sent(
-    guard: Guard,
-    behaviour: Any,
-    parse: Parse,
-    reader_timeout_s: float,
-    hold: Hold,
-    most_reply_bytes: MostReplyBytes | None,
-) -> Any:
-    """A unary method whose call ends when its reply has been sent. On the wire, it looks like any other."""
-
-    async def reply(request: message.Message, call: Call[Any]) -> AsyncGenerator[message.Message, None]:
-        response = await behaviour(request, call)
+    async def answer(request: message.Message, call: Call[Any]) -> AsyncGenerator[message.Message, None]:
+        with _span(traced_as, call.context):
+            response = await behaviour(request, call)
         num_bytes = response.ByteSize()
         if most_reply_bytes is not None:
             most = most_reply_bytes(call.context.invocation_metadata() or ())
@@ -256,10 +238,10 @@ def _unary_unary_sent(
         call.held.add_reply(num_bytes)
         yield response
 
-    return _unary_stream(guard, reply, parse, reader_timeout_s, hold)
+    return answer
 
 
-def _unary_stream(guard: Guard, behaviour: Any, parse: Parse, reader_timeout_s: float | None, hold: Hold) -> Any:
+def _handler(guard: Guard, answer: Any, parse: Parse, reader_timeout_s: float | None, hold: Hold) -> Any:
     async def handle(requests: object, context: Context) -> None:
         async with _guarded(guard, context) as call:
             with hold(call) as held:
@@ -270,7 +252,7 @@ def _unary_stream(guard: Guard, behaviour: Any, parse: Parse, reader_timeout_s: 
                     held.let_go()  # the call itself may hang until its caller leaves
 
                 responses = _Responses(
-                    behaviour(parse(await _request(context, call), held), call), reader_timeout_s, stalled
+                    answer(parse(await _request(context, call), held), call), reader_timeout_s, stalled
                 )
                 # The servicer's own clean-up runs now, not at the next garbage collection.
                 async with aclosing(responses):
@@ -294,7 +276,7 @@ async def _guarded(guard: Guard, context: Context) -> AsyncIterator[Call[Any]]:
     guard.done(call)
 
 
-def _span(method: str | None, context: Context) -> spans.Span:
+def _span(method: str | None, context: calls.Context) -> spans.Span:
     if method is None or not spans.is_collected():
         return spans.NOT_SAMPLED
     return spans.served(method, trace_parent(dict(context.invocation_metadata() or ())))

@@ -10,6 +10,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from corolla.chassis import failpoints
@@ -26,6 +27,7 @@ RestartableTask = Literal[
 ]  # fmt: skip
 
 
+@dataclass(eq=False, repr=False)
 class TaskGroup:
     """The tasks of one owner. The group keeps references to them, and on close cancels and awaits them.
 
@@ -36,22 +38,16 @@ class TaskGroup:
         cancel_again_s: How long a cancelled task may take to end before it is cancelled again.
     """
 
-    def __init__(
-        self,
-        on_fatal: Callable[[], None] | None = None,
-        metrics: TaskMetrics | None = None,
-        *,
-        cancel_again_s: float = 5.0,
-    ) -> None:
-        self._on_fatal = on_fatal
-        self._metrics = metrics
-        self._cancel_again_s = cancel_again_s
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._essential: set[asyncio.Task[Any]] = set()
+    on_fatal: Callable[[], None] | None = None
+    metrics: TaskMetrics | None = None
+    _: KW_ONLY
+    cancel_again_s: float = 5.0
+    _tasks: set[asyncio.Task[Any]] = field(init=False, default_factory=set)
+    _essential: set[asyncio.Task[Any]] = field(init=False, default_factory=set)
 
     def subgroup(self) -> "TaskGroup":
         """Creates a group for a part of the service; that part closes the group."""
-        return TaskGroup(self._on_fatal, self._metrics, cancel_again_s=self._cancel_again_s)
+        return TaskGroup(self.on_fatal, self.metrics, cancel_again_s=self.cancel_again_s)
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
         """Runs `work` until it ends or the group closes; a failure is logged, not raised."""
@@ -66,7 +62,7 @@ class TaskGroup:
 
     def start_essential(self, run: Callable[[], Work], name: EssentialTask) -> asyncio.Task[Any]:
         """Runs `run()` for ever; only `cancel` and `close` may end it."""
-        if self._on_fatal is None:
+        if self.on_fatal is None:
             return self.start(self._restart(run, name, is_endless=True), name)
         task = self.start(failpoints.within(name, run()), name)
         self._essential.add(task)
@@ -88,19 +84,19 @@ class TaskGroup:
         while tasks:
             for task in tasks:
                 task.cancel()
-            _, tasks = await asyncio.wait(tasks, timeout=self._cancel_again_s)
+            _, tasks = await asyncio.wait(tasks, timeout=self.cancel_again_s)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         failure = None if task.cancelled() else task.exception()
-        if task in self._essential and self._on_fatal is not None:
+        if task in self._essential and self.on_fatal is not None:
             self._essential.discard(task)
             how = "cancelled" if task.cancelled() else _how(failure)
             log.critical(
                 "an essential task ended; ending the process, so that it can be started again",
                 extra={"task": task.get_name(), "where": how},
             )
-            self._on_fatal()
+            self.on_fatal()
         elif failure is not None:
             log.error("a background task failed", extra={"task": task.get_name(), "where": call_path(failure)})
 
@@ -108,7 +104,7 @@ class TaskGroup:
         self, run: Callable[[], Work], name: EssentialTask | RestartableTask, *, is_endless: bool
     ) -> None:
         clock, backoff = asyncio.get_running_loop().time, Backoff()
-        restarts = self._metrics.restarts.labels(name) if self._metrics is not None else None
+        restarts = self.metrics.restarts.labels(name) if self.metrics is not None else None
         while True:
             started_s = clock()
             failure: BaseException | None = None

@@ -157,7 +157,7 @@ class ClientService:
                 "COROLLA_MAX_REPLY_MIB together, so that one tenant's largest request leaves room for others"
             )
         self._cache_salts = CacheSalts(settings.cache_secret.get_secret_value())
-        self._network = network or Network.of(settings.tls_dir)
+        self._network = network or Network.from_folder(settings.tls_dir)
         self._bounds = bounds
         self._hub = Hub(patience_s=settings.hub_patience_s)
         self._tokens = _tokens(settings, bounds)

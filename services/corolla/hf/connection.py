@@ -269,7 +269,7 @@ class _Planes:
     """The control plane, the data plane and the sessions of a connection, which live in its thread."""
 
     def __init__(self, model: ServedModel) -> None:
-        network = Network.of(model.tls_dir)
+        network = Network.from_folder(model.tls_dir)
         chain_limits = replace(
             LIMITS, short_factor_length=model.short_factor_length, follows_numerics=model.follows_numerics
         )
@@ -318,7 +318,7 @@ async def _name_at_router(model: ServedModel) -> str:
 
     The model keeps its own name if the router knows that, does not answer, or has other weights.
     """
-    network = Network.of(model.tls_dir)
+    network = Network.from_folder(model.tls_dir)
     for name in (model.name, ""):
         control = ControlPlane(model.router, name, network.channels)
         try:

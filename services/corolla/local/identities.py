@@ -34,7 +34,7 @@ class StackIdentities:
         self.folder = make_folder(router)
         self._issue(self.folder / Role.LIBRARY.value, Role.LIBRARY, LIBRARY_TENANT)
         self._issue(self.folder / Role.OPERATOR.value, Role.OPERATOR, "user")
-        self.operator = Network.of(self.folder / Role.OPERATOR.value)
+        self.operator = Network.from_folder(self.folder / Role.OPERATOR.value)
 
     def folder_of(self, role: Role, name: str) -> Path:
         """The folder with a process's certificate, which the process keeps when it is started again."""

@@ -80,7 +80,8 @@ def is_slow(servers: Collection[pb.PlacedServer], chain: common_pb2.Chain, token
     if len(chosen) < len(hops):
         return False
     expected = sum(
-        each.seconds_per_block * len(Span.of(hops[each.server_id].span)) + each.queue_seconds for each in chosen
+        each.seconds_per_block * len(Span.from_message(hops[each.server_id].span)) + each.queue_seconds
+        for each in chosen
     )
     return token_seconds > SLOW_TIMES * expected + _SLOW_HOP_SECONDS * len(hops)
 
@@ -111,7 +112,7 @@ def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
 
 
 def _candidate(placed: pb.PlacedServer, bound: float) -> Candidate:
-    server, load, span = placed.server, placed.load, Span.of(placed.span)
+    server, load, span = placed.server, placed.load, Span.from_message(placed.span)
     seconds_per_block = 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
     if load.decode_step_seconds > 0:
         seconds_per_block = max(load.decode_step_seconds / len(span), 1 / bound)

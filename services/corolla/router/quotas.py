@@ -1,17 +1,8 @@
 """Counts in the store what tenants use of their quotas, for all client services together."""
 
-from typing import Final
-
-from corolla.chassis.errors import InvalidRequest, QuotaExceeded
-from corolla.router import validation
+from corolla.chassis.errors import QuotaExceeded
 from corolla.router.store import Store
 from corolla.v1 import router_pb2 as pb
-
-MOST_TAKES: Final = 1024
-MOST_USES: Final = 16
-MOST_AMOUNT: Final = 10**12
-MOST_LEASE_MS: Final = 600_000
-MOST_PERIOD_MS: Final = 24 * 3600 * 1000
 
 
 class Quotas:
@@ -37,28 +28,6 @@ class Quotas:
                 "take_quotas", request.model, each.tenant, each.request_id, request.taker_id, each.lease_ms, *uses
             )
             if kind == b"quota":
-                raise QuotaExceeded.of(facts[0].decode(), int(facts[1]) / 1000)
+                raise QuotaExceeded.used_up(facts[0].decode(), int(facts[1]) / 1000)
             num_takers = int(facts[0])
         return num_takers
-
-
-def checked(request: pb.TakeQuotasRequest) -> pb.TakeQuotasRequest:
-    """Returns the request if it is valid, else raises InvalidRequest."""
-    validation.check_text("model", request.model)
-    validation.check_name("taker_id", request.taker_id)
-    if len(request.takes) > MOST_TAKES:
-        raise InvalidRequest("takes", f"has {len(request.takes)}; at most {MOST_TAKES} are accepted")
-    for take in request.takes:
-        validation.check_text("takes.tenant", take.tenant)
-        validation.check_name("takes.request_id", take.request_id)
-        validation.check_duration("takes.lease_ms", take.lease_ms, MOST_LEASE_MS, 0)
-        if len(take.uses) > MOST_USES:
-            raise InvalidRequest("takes.uses", f"has {len(take.uses)}; at most {MOST_USES} are accepted")
-        for use in take.uses:
-            validation.check_name("takes.uses.quota", use.quota)
-            validation.check_duration("takes.uses.period_ms", use.period_ms, MOST_PERIOD_MS, 0)
-            if not (use.amount <= MOST_AMOUNT and 1 <= use.limit <= MOST_AMOUNT):
-                raise InvalidRequest(
-                    "takes.uses", f"must have amounts and limits of at most {MOST_AMOUNT}, and no limit of 0"
-                )
-    return request

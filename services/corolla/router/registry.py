@@ -24,7 +24,7 @@ from corolla.router.rebalancing import Move
 from corolla.router.roster import Roster, end_blocks_of, memory_of, sort_servers
 from corolla.router.settings import ExpectedModel
 from corolla.router.store import Store
-from corolla.router.validation import check_adapter, check_expected, check_placed
+from corolla.router.validation import check, check_expected, check_placed
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.adapter_version import AdapterVersion
@@ -43,6 +43,9 @@ _DOUBTED_MS: Final = 600_000
 MOST_ADAPTERS: Final = 512
 """The greatest number of a model's adapters; each pushed placement contains all of them."""
 _DIGEST_CHARS: Final = 64
+_OTHER_AT_ADDRESS: Final = (
+    "another server registered this address; give this server another address or stop the other one"
+)
 
 
 class Registry:
@@ -87,9 +90,7 @@ class Registry:
             for attempt in range(MOST_ATTEMPTS):
                 roster = await self.snapshot(server.model)
                 if not replaces and roster.has_other_at_address(server):
-                    raise LeaseTaken(
-                        "another server registered this address; give this server another address or stop the other one"
-                    )
+                    raise LeaseTaken(_OTHER_AT_ADDRESS)
                 roster = roster.without(server)
                 span = _choose(roster, server, wanted)
                 if await self._commit(roster, server, span, lease, workload):
@@ -136,13 +137,11 @@ class Registry:
         )
         _check_theirs(reply)
         if reply == _TAKEN:
-            raise LeaseTaken(
-                "another server registered this address; give this server another address or stop the other one"
-            )
+            raise LeaseTaken(_OTHER_AT_ADDRESS)
         if reply == _UNKNOWN:
             if not beat.HasField("server"):
                 raise LeaseLost("this server has no lease; register again")
-            await self._place(beat.server, Span.of(beat.span), lease, workload, replaces=False)
+            await self._place(beat.server, Span.from_message(beat.span), lease, workload, replaces=False)
         if not isinstance(reply, bytes):
             return None
         try:
@@ -275,7 +274,7 @@ class Registry:
     def _adapters(self, model: str, entries: Sequence[bytes]) -> Iterator[pb.RegisteredAdapter]:
         for name, entry in zip(entries[::2], entries[1::2], strict=True):
             try:
-                yield check_adapter(pb.RegisteredAdapter.FromString(entry[_DIGEST_CHARS:]))
+                yield check(pb.RegisteredAdapter.FromString(entry[_DIGEST_CHARS:]))
             except (DecodeError, InvalidRequest):
                 self._store.skip("adapter", model, name.decode(errors="replace"))
 

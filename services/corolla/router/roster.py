@@ -100,7 +100,7 @@ class Roster:
             hop.server_id in ready
             and hop.server_id not in excluded
             and ready[hop.server_id].fingerprint == chain.fingerprint
-            and ready[hop.server_id].span.covers(Span.of(hop.span))
+            and ready[hop.server_id].span.covers(Span.from_message(hop.span))
             for hop in chain.hops
         )
 
@@ -109,7 +109,7 @@ class Roster:
         return any(
             each.server.server_id == hop.server_id
             and each.server.address == hop.address
-            and Span.of(each.span).covers(Span.of(hop.span))
+            and Span.from_message(each.span).covers(Span.from_message(hop.span))
             for each in self.servers
         )
 
@@ -154,7 +154,7 @@ class Roster:
 
 
 def _hosted(placed: pb.PlacedServer, speed: float) -> HostedSpan:
-    return HostedSpan(Span.of(placed.span), speed, end_blocks_of(placed.server))
+    return HostedSpan(Span.from_message(placed.span), speed, end_blocks_of(placed.server))
 
 
 def end_blocks_of(server: pb.ServerDescription) -> float:

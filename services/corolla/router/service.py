@@ -11,7 +11,6 @@ from corolla.chassis.handlers import Call
 from corolla.chassis.lifecycle import fail, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.parts import Part, Parts
-from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.router.cluster.connection import ClusterConnection
 from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
@@ -23,6 +22,7 @@ from corolla.router.servicer import RouterServicer
 from corolla.router.sessions import SessionBounds, SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
+from corolla.router.validation import check
 from corolla.router.watch import PlacementWatches
 from corolla.trust.addresses import CallerAddress
 from corolla.trust.credentials import workload_of_call
@@ -66,14 +66,10 @@ class RouterProcess:
             relist_interval_s=intervals.relist_s,
             load_push_interval_s=settings.load_push_interval_s,
         )
-        self._network = Network.of(settings.tls_dir)
+        self._network = Network.from_folder(settings.tls_dir)
         rpc_metrics = RpcMetrics(metrics_registry)
-        self._rpc = RpcServer(
-            settings.host,
-            settings.port,
-            with_reflection=settings.reflection,
-            credentials=self._network.rpc_credentials(),
-            metrics=rpc_metrics,
+        self._rpc = self._network.rpc_server(
+            settings.host, settings.port, rpc_metrics, with_reflection=settings.reflection
         )
         self._cluster = ClusterConnection(self._registry, self._metrics, settings, intervals, self._tasks.subgroup())
         servicer = RouterServicer(
@@ -88,7 +84,7 @@ class RouterProcess:
         self._rpc.add(
             _SERVICE,
             self._network.service_handler(
-                _SERVICE, servicer, rpc_metrics, max_request_bytes=settings.max_request_bytes
+                _SERVICE, servicer, rpc_metrics, max_request_bytes=settings.max_request_bytes, check=check
             ),
         )
         self._metrics_endpoint = MetricsEndpoint(

@@ -50,9 +50,7 @@ class SessionRecords:
         self._store = store
         self._bounds = bounds
 
-    async def create(
-        self, record: pb.SessionRecord, ttl_ms: int, max_tenant_sessions: int = 0, max_tenant_bytes: int = 0
-    ) -> pb.SessionRecord:
+    async def create(self, request: pb.CreateSessionRecordRequest, ttl_ms: int) -> pb.SessionRecord:
         """Stores a new session. A bound of 0 does not apply.
 
         Raises:
@@ -60,10 +58,11 @@ class SessionRecords:
             QuotaExceeded: The tenant has reached its number of sessions or of bytes.
             StoreUnavailable: All tenants together have reached their number of bytes.
         """
+        record = request.record
         reply = await self._store.call(
             "create_session", record.model, record.session_id, record.tenant, *_stored(record), ttl_ms,
-            _least(self._bounds.tenant_sessions, max_tenant_sessions),
-            _least(self._bounds.tenant_bytes, max_tenant_bytes), self._bounds.all_bytes,
+            _least(self._bounds.tenant_sessions, request.max_tenant_sessions),
+            _least(self._bounds.tenant_bytes, request.max_tenant_bytes), self._bounds.all_bytes,
         )  # fmt: skip
         if reply[0] == b"taken":
             raise InvalidRequest("record.session_id", "is taken; draw another one")
@@ -72,58 +71,38 @@ class SessionRecords:
     async def get(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:
         return _record(await self._store.call("get_session", model, session_id, tenant))
 
-    async def begin_turn(
-        self,
-        model: str,
-        session_id: str,
-        tenant: str,
-        turn_id: str,
-        lock_ms: int,
-        max_tenant_bytes: int = 0,
-        num_new_bytes: int = 0,
-    ) -> pb.SessionRecord:
-        """Locks the session for `turn_id`, and returns its record. A bound of 0 does not apply.
-
-        Args:
-            max_tenant_bytes: The bytes that the tenant may have stored with the turn's.
-            num_new_bytes: The bytes that the turn may add; they count as stored until it ends.
+    async def begin_turn(self, request: pb.BeginTurnRequest, lock_ms: int) -> pb.SessionRecord:
+        """Locks the session for a turn, and returns its record. A bound of 0 does not apply.
 
         Raises:
             SessionBusy: Another turn holds the lock.
             QuotaExceeded: The tenant has reached its number of bytes.
             StoreUnavailable: All tenants together have reached their number of bytes.
         """
-        most = _least(self._bounds.tenant_bytes, max_tenant_bytes)
-        return _record(
-            await self._store.call(
-                "begin_turn", model, session_id, tenant, turn_id, lock_ms, most, self._bounds.all_bytes, num_new_bytes
-            )
-        )
+        most = _least(self._bounds.tenant_bytes, request.max_tenant_bytes)
+        reply = await self._store.call(
+            "begin_turn", request.model, request.session_id, request.tenant, request.turn_id, lock_ms, most,
+            self._bounds.all_bytes, request.num_new_bytes,
+        )  # fmt: skip
+        return _record(reply)
 
-    async def renew_turn(self, model: str, session_id: str, turn_id: str, lock_ms: int) -> None:
+    async def renew_turn(self, request: pb.RenewTurnRequest, lock_ms: int) -> None:
         """Extends the lock of a turn. Raises SessionBusy when the turn no longer holds the session."""
-        _checked(await self._store.call("renew_turn", model, session_id, turn_id, lock_ms))
+        reply = await self._store.call("renew_turn", request.model, request.session_id, request.turn_id, lock_ms)
+        _checked(reply)
 
-    async def end_turn(self, record: pb.SessionRecord, turn_id: str, ttl_ms: int, *, discard: bool) -> None:
-        """Writes the record, unless `discard`, and unlocks the session. A session lost by the store is written anew.
+    async def end_turn(self, request: pb.EndTurnRequest, ttl_ms: int) -> None:
+        """Writes the record, unless discarded, and unlocks the session. A session lost by the store is written anew.
 
         Raises:
             SessionBusy: The turn no longer holds the session, and another one may have begun.
         """
-        changes = () if discard else _stored(record)
-        _checked(
-            await self._store.call(
-                "end_turn",
-                record.model,
-                record.session_id,
-                record.tenant,
-                turn_id,
-                ttl_ms,
-                record.epoch,
-                record.store_id,
-                *changes,
-            )
-        )
+        record = request.record
+        reply = await self._store.call(
+            "end_turn", record.model, record.session_id, record.tenant, request.turn_id, ttl_ms, record.epoch,
+            record.store_id, *(() if request.discard else _stored(record)),
+        )  # fmt: skip
+        _checked(reply)
 
     async def move(
         self,

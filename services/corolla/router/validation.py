@@ -1,90 +1,66 @@
-"""Checks requests before the router asks the store. A failed check raises an InvalidRequest that names the field."""
+"""Checks requests before the router asks the store: a table has the rule of each field.
 
-import itertools
+A failed check raises an InvalidRequest that names the field.
+"""
+
 import re
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from google.protobuf.message import Message
 
 from corolla.chassis.errors import InvalidRequest, SpanRefused
 from corolla.router.settings import ExpectedModel
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.adapter_version import AdapterVersion
-from corolla.wire.span import Span
 
 MOST_MODEL_BLOCKS: Final = 1024
 MOST_TEXT: Final = 256
-MOST_STEP_SECONDS: Final = 3600
-MOST_BATCH_ROWS: Final = 1 << 20
-MOST_SESSION_TTL_MS: Final = 30 * 24 * 3600 * 1000
-MOST_LOCK_MS: Final = 3_600_000
-MOST_EXCLUDED: Final = 4096
 MOST_SOURCE: Final = 1024
-MOST_FINGERPRINT_PARTS: Final = 32
-MOST_ADAPTER_TENANTS: Final = 64
+MOST_SPEED: Final = 1e9
+MOST_TAKES: Final = 1024
+MOST_USES: Final = 16
+MOST_AMOUNT: Final = 10**12
 
-_SESSION_ID: Final = re.compile(r"[0-9a-f]{32}")
-_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_PLANNED_WITH: Final = ("decode_tokens_per_second", "head_blocks", "weight_blocks", "draft_blocks")
 _ADDRESS: Final = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
+_STATES: Final = frozenset({pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING})
+
+Rule = Callable[[str, Any], None]
+"""Checks the value of a field, given the field's name."""
+Request = TypeVar("Request", bound=Message)
 
 
-def check_text(field: str, text: str, *, may_be_empty: bool = False) -> str:
-    if not text and not may_be_empty:
-        raise InvalidRequest(field, "is required")
-    if len(text) > MOST_TEXT:
-        raise InvalidRequest(field, f"has {len(text)} characters; at most {MOST_TEXT} are accepted")
-    if not text.isprintable():
-        raise InvalidRequest(field, "has characters that cannot be printed")
-    return text
+def check(request: Request, place: str = "") -> Request:
+    """Checks the fields of a message and of the messages in it, and returns the message.
+
+    Args:
+        place: the name of the field that has the message, with a dot.
+    """
+    kind = request.DESCRIPTOR
+    for field in kind.fields:
+        name, value = f"{kind.name}.{field.name}", getattr(request, field.name)
+        if (rule := _RULES.get(name) or _RULES.get(field.name)) is not None:
+            rule(place + field.name, value)
+        is_inner = field.message_type is not None and field.message_type.name in _INNER
+        if is_inner and (name not in _OPTIONAL or request.HasField(field.name)):
+            for each in value if field.is_repeated else (value,):
+                check(each, f"{place}{field.name}.")
+    if (whole := _WHOLE.get(kind.name)) is not None:
+        whole(place, request)
+    return request
 
 
-def check_session_id(field: str, session_id: str) -> str:
-    if not _SESSION_ID.fullmatch(session_id):
-        raise InvalidRequest(field, "must be 32 lower-case hexadecimal digits")
-    return session_id
-
-
-def check_name(field: str, name: str) -> str:
-    """Checks an id that its owner has made, such as that of a server or a turn."""
-    if not _NAME.fullmatch(name):
-        raise InvalidRequest(field, "must be 1 to 64 letters, digits, dots, dashes or underscores")
-    return name
-
-
-def check_duration(field: str, milliseconds: int, most: int, default: int) -> int:
-    """Returns the duration, or `default` if it is 0."""
-    if milliseconds > most:
-        raise InvalidRequest(field, f"is {milliseconds}; at most {most} ms are accepted")
-    return milliseconds or default
-
-
-def check_span(field: str, span: common_pb2.BlockSpan) -> Span:
-    if span.start >= span.end:
-        raise InvalidRequest(field, f"{span.start}:{span.end} holds no block")
-    return Span.of(span)
-
-
-def check_server(server: pb.ServerDescription) -> pb.ServerDescription:
-    check_name("server.server_id", server.server_id)
-    check_text("server.model", server.model)
-    check_text("server.fingerprint", server.fingerprint)
-    for field in ("dtype", "zone", "pod_uid", "device_id"):
-        check_text(f"server.{field}", getattr(server, field), may_be_empty=True)
-    if len(server.fingerprint_parts) > MOST_FINGERPRINT_PARTS:
-        raise InvalidRequest("server.fingerprint_parts", f"has more than {MOST_FINGERPRINT_PARTS} entries")
-    for text in itertools.chain.from_iterable(server.fingerprint_parts.items()):
-        check_text("server.fingerprint_parts", text)
-    address = _ADDRESS.fullmatch(server.address)
-    if len(server.address) > MOST_TEXT or address is None or not 0 < int(address["port"]) < 65536:
-        raise InvalidRequest("server.address", "must be host:port")
-    if not 0 < server.num_model_blocks <= MOST_MODEL_BLOCKS:
-        raise InvalidRequest("server.num_model_blocks", f"must be from 1 to {MOST_MODEL_BLOCKS}")
-    if server.capacity_blocks == 0:
-        raise InvalidRequest("server.capacity_blocks", "must be at least 1")
-    for field in (*_PLANNED_WITH, "prefill_tokens_per_second"):
-        _check_speed(f"server.{field}", getattr(server, field))
-    return server
+def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
+    """Checks those fields of a server's stored record that placement and planner calculate with."""
+    check(placed.span, "span.")
+    check(placed.load, "load.")
+    if not placed.span.end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
+        raise InvalidRequest("span", "reaches beyond the model")
+    for field in ("decode_tokens_per_second", "head_blocks", "weight_blocks", "draft_blocks"):
+        _speed(f"server.{field}", getattr(placed.server, field))
+    return placed
 
 
 def check_expected(server: pb.ServerDescription, models: Mapping[str, ExpectedModel]) -> None:
@@ -102,80 +78,147 @@ def check_expected(server: pb.ServerDescription, models: Mapping[str, ExpectedMo
         raise SpanRefused("the server's weights differ from those that COROLLA_MODELS requires")
 
 
-def check_self_description(beat: pb.HeartbeatRequest) -> None:
-    server = check_server(beat.server)
-    if (server.model, server.server_id) != (beat.model, beat.server_id):
-        raise InvalidRequest("server", "is of another server or model than the heartbeat")
-    check_span("span", beat.span)
+def _text(field: str, text: str, most: int = MOST_TEXT) -> None:
+    if not text:
+        raise InvalidRequest(field, "is required")
+    if len(text) > most:
+        raise InvalidRequest(field, f"has {len(text)} characters; at most {most} are accepted")
+    if not text.isprintable():
+        raise InvalidRequest(field, "has characters that cannot be printed")
 
 
-def check_load(load: pb.ServerLoad) -> pb.ServerLoad:
-    if not 0 <= load.decode_step_seconds <= MOST_STEP_SECONDS:
-        raise InvalidRequest("load.decode_step_seconds", f"must be a number from 0 to {MOST_STEP_SECONDS}")
-    if not 0 <= load.decode_batch_rows <= MOST_BATCH_ROWS:
-        raise InvalidRequest("load.decode_batch_rows", f"must be a number from 0 to {MOST_BATCH_ROWS}")
-    _check_speed("load.decode_tokens_per_second", load.decode_tokens_per_second)
-    check_text("load.numerics", load.numerics, may_be_empty=True)
-    check_text("load.kernels", load.kernels, may_be_empty=True)
-    if load.num_free_pages > load.num_pages:
-        raise InvalidRequest("load.num_free_pages", "is more than num_pages")
-    return load
+def _matches(pattern: str, description: str) -> Rule:
+    def rule(field: str, text: str) -> None:
+        if not re.fullmatch(pattern, text):
+            raise InvalidRequest(field, description)
+
+    return rule
 
 
-def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
-    """Checks those fields of a server's stored record that placement and planner calculate with."""
-    if not check_span("span", placed.span).end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
-        raise InvalidRequest("span", "reaches beyond the model")
-    for field in _PLANNED_WITH:
-        _check_speed(f"server.{field}", getattr(placed.server, field))
-    check_load(placed.load)
-    return placed
+def _if_given(rule: Rule) -> Rule:
+    return lambda field, value: rule(field, value) if value else None
 
 
-def check_record(record: pb.SessionRecord) -> pb.SessionRecord:
-    check_text("record.model", record.model)
-    check_session_id("record.session_id", record.session_id)
-    check_text("record.tenant", record.tenant, may_be_empty=True)
-    if record.position > len(record.token_log):
-        raise InvalidRequest("record.position", "is beyond the token log")
-    boundary = 0
-    for hop in record.chain.hops:
-        span = check_span("record.chain", hop.span)
-        if span.start != boundary:
-            raise InvalidRequest("record.chain", "must cover all blocks once, in order")
-        boundary = span.end
-    return record
+def _at_most(most: int, rule: Rule = lambda _field, _value: None) -> Rule:
+    """The rule of a list: it has at most so many entries, and each fulfils a rule."""
+
+    def check_all(field: str, values: Sequence[Any]) -> None:
+        if len(values) > most:
+            raise InvalidRequest(field, f"has {len(values)}; at most {most} are accepted")
+        for each in values:
+            rule(field, each)
+
+    return check_all
 
 
-def check_hop(hop: common_pb2.Hop) -> common_pb2.Hop:
-    check_name("hop.server_id", hop.server_id)
-    if not _ADDRESS.fullmatch(hop.address):
-        raise InvalidRequest("hop.address", "must be host:port")
-    check_span("hop.span", hop.span)
-    return hop
+def _between(least: float, most: float) -> Rule:
+    def rule(field: str, number: float) -> None:
+        if not least <= number <= most:
+            raise InvalidRequest(field, f"must be a number from {least} to {most}")
+
+    return rule
 
 
-def check_adapter(adapter: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
+def _address(field: str, address: str) -> None:
+    found = _ADDRESS.fullmatch(address)
+    if len(address) > MOST_TEXT or found is None or not 0 < int(found["port"]) < 65536:
+        raise InvalidRequest(field, "must be host:port")
+
+
+def _state(field: str, state: int) -> None:
+    if state not in _STATES:
+        raise InvalidRequest(field, "must be JOINING, READY or DRAINING")
+
+
+def _fingerprint_parts(field: str, parts: Mapping[str, str]) -> None:
+    _at_most(64, _text)(field, [*parts, *parts.values()])
+
+
+def _version(field: str, version: common_pb2.AdapterVersion) -> None:
     try:
-        AdapterVersion.from_proto(adapter.version)
+        AdapterVersion.from_proto(version)
     except ValueError as failure:
-        raise InvalidRequest("adapter.version", str(failure)) from None
-    if len(adapter.source) > MOST_SOURCE or not adapter.source.isprintable() or not adapter.source:
-        raise InvalidRequest("adapter.source", f"must be 1 to {MOST_SOURCE} characters that can be printed")
-    check_text("adapter.revision", adapter.revision, may_be_empty=True)
-    if len(adapter.tenants) > MOST_ADAPTER_TENANTS:
-        raise InvalidRequest("adapter.tenants", f"must be at most {MOST_ADAPTER_TENANTS}")
-    for tenant in adapter.tenants:
-        check_text("adapter.tenants", tenant)
-    return adapter
+        raise InvalidRequest(field, str(failure)) from None
 
 
-def check_excluded(server_ids: list[str]) -> frozenset[str]:
-    if len(server_ids) > MOST_EXCLUDED:
-        raise InvalidRequest("excluded_server_ids", f"has more than {MOST_EXCLUDED} entries")
-    return frozenset(server_ids)
+def _chain(field: str, chain: common_pb2.Chain) -> None:
+    boundary = 0
+    for hop in chain.hops:
+        if not hop.span.start == boundary < hop.span.end:
+            raise InvalidRequest(field, "must cover all blocks once, in order")
+        boundary = hop.span.end
 
 
-def _check_speed(field: str, speed: float) -> None:
-    if not 0 <= speed <= 1e9:
-        raise InvalidRequest(field, "must be a number from 0 to 1e9")
+def _span(place: str, span: common_pb2.BlockSpan) -> None:
+    if span.start >= span.end:
+        raise InvalidRequest(place.removesuffix("."), f"{span.start}:{span.end} holds no block")
+
+
+def _record(place: str, record: pb.SessionRecord) -> None:
+    if record.position > len(record.token_log):
+        raise InvalidRequest(f"{place}position", "is beyond the token log")
+
+
+def _load(place: str, load: pb.ServerLoad) -> None:
+    if load.num_free_pages > load.num_pages:
+        raise InvalidRequest(f"{place}num_free_pages", "is more than num_pages")
+
+
+def _heartbeat(_place: str, beat: pb.HeartbeatRequest) -> None:
+    if beat.HasField("server"):
+        if (beat.server.model, beat.server.server_id) != (beat.model, beat.server_id):
+            raise InvalidRequest("server", "is of another server or model than the heartbeat")
+        _span("span", beat.span)
+
+
+_name: Final = _matches(r"[A-Za-z0-9_.-]{1,64}", "must be 1 to 64 letters, digits, dots, dashes or underscores")
+_session_id: Final = _matches(r"[0-9a-f]{32}", "must be 32 lower-case hexadecimal digits")
+_speed: Final = _between(0, MOST_SPEED)
+
+_RULES: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(("model", "fingerprint", "QuotaTake.tenant"), _text),
+    **dict.fromkeys(("server_id", "turn_id", "taker_id", "request_id", "quota", "RemoveAdapterRequest.name"), _name),
+    **dict.fromkeys(
+        ("tenant", "dtype", "zone", "pod_uid", "device_id", "numerics", "kernels", "revision",
+         "PlanChainRequest.fingerprint", "GetPlacementRequest.model"),
+        _if_given(_text),
+    ),
+    **dict.fromkeys(
+        ("decode_tokens_per_second", "prefill_tokens_per_second", "head_blocks", "weight_blocks", "draft_blocks"),
+        _speed,
+    ),
+    "session_id": _session_id,
+    "PlanChainRequest.session_id": _if_given(_session_id),
+    "excluded_server_ids": _at_most(4096),
+    "address": _address,
+    "state": _state,
+    "num_model_blocks": _between(1, MOST_MODEL_BLOCKS),
+    "capacity_blocks": _between(1, 2**32),
+    "fingerprint_parts": _fingerprint_parts,
+    "decode_step_seconds": _between(0, 3600),
+    "decode_batch_rows": _between(0, 1 << 20),
+    "ttl_ms": _between(0, 30 * 24 * 3600 * 1000),
+    "lock_ms": _between(0, 3_600_000),
+    "lease_ms": _between(0, 600_000),
+    "period_ms": _between(0, 24 * 3600 * 1000),
+    "amount": _between(0, MOST_AMOUNT),
+    "limit": _between(1, MOST_AMOUNT),
+    "takes": _at_most(MOST_TAKES),
+    "uses": _at_most(MOST_USES),
+    "chain": _chain,
+    "version": _version,
+    "source": partial(_text, most=MOST_SOURCE),
+    "RegisteredAdapter.tenants": _at_most(64, _text),
+}  # fmt: skip
+"""The rules of fields by their names, or by the names of message and field."""
+_WHOLE: Final[Mapping[str, Rule]] = {
+    "BlockSpan": _span, "SessionRecord": _record, "ServerLoad": _load, "HeartbeatRequest": _heartbeat,
+}  # fmt: skip
+"""What the fields of a message must fulfil together."""
+_INNER: Final = frozenset({
+    "BlockSpan", "Hop", "QuotaTake", "QuotaUse", "RegisteredAdapter", "ServerDescription", "ServerLoad",
+    "SessionRecord",
+})  # fmt: skip
+"""The messages whose fields are checked within others."""
+_OPTIONAL: Final = frozenset(("RegisterServerRequest.span", "HeartbeatRequest.server", "HeartbeatRequest.span"))
+"""The fields with such messages that may be missing."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -55,6 +56,7 @@ class _Feed:
         return self.placement
 
 
+@dataclass(eq=False, repr=False)
 class PlacementWatches:
     """Pushes placements to watchers.
 
@@ -64,17 +66,15 @@ class PlacementWatches:
         load_push_interval_s: The time within which changed load reaches watchers if nothing else changes.
     """
 
-    def __init__(
-        self, registry: Registry, tasks: TaskGroup, *, relist_interval_s: float, load_push_interval_s: float
-    ) -> None:
-        self._registry = registry
-        self._relist_interval_s = relist_interval_s
-        self._load_push_interval_s = load_push_interval_s
-        self._feeds: dict[str, _Feed] = {}
-        # The placement that a model's last watcher saw, until Redis gives a newer one.
-        self._last: dict[str, pb.Placement] = {}
-        self._is_closed = False
-        self._tasks = tasks
+    registry: Registry
+    tasks: TaskGroup
+    _: KW_ONLY
+    relist_interval_s: float
+    load_push_interval_s: float
+    _feeds: dict[str, _Feed] = field(init=False, default_factory=dict)
+    # The placement that a model's last watcher saw, until Redis gives a newer one.
+    _last: dict[str, pb.Placement] = field(init=False, default_factory=dict)
+    _is_closed: bool = field(init=False, default=False)
 
     async def watch(self, model: str) -> AsyncIterator[pb.Placement]:
         """Yields the placement now and at each change. While Redis is down, it yields at most the one pushed last.
@@ -90,7 +90,7 @@ class PlacementWatches:
         feed = self._feeds.setdefault(model, _Feed())
         feed.num_watchers += 1
         if feed.task is None:
-            feed.task = self._tasks.start_essential(partial(self._follow, model, feed), "placement_feed")
+            feed.task = self.tasks.start_essential(partial(self._follow, model, feed), "placement_feed")
         seen: pb.Placement | None = None
         try:
             while True:
@@ -99,7 +99,7 @@ class PlacementWatches:
         finally:
             feed.num_watchers -= 1
             if feed.num_watchers == 0:
-                self._tasks.cancel(feed.task)
+                self.tasks.cancel(feed.task)
                 del self._feeds[model]
                 if feed.placement is not None and feed.placement.servers:
                     self._last[model] = feed.placement
@@ -109,7 +109,7 @@ class PlacementWatches:
         self._is_closed = True
         for feed in self._feeds.values():
             feed.close()
-        await self._tasks.close()
+        await self.tasks.close()
 
     async def _follow(self, model: str, feed: _Feed) -> None:
         clock = asyncio.get_running_loop().time
@@ -117,7 +117,7 @@ class PlacementWatches:
         older_since = math.inf
         while True:
             try:
-                roster = await self._restored(feed, await self._registry.snapshot(model, with_adapters=True))
+                roster = await self._restored(feed, await self.registry.snapshot(model, with_adapters=True))
                 self._last.pop(model, None)
                 before = feed.placement
                 # A lower version means that the store has lost its data, not that the servers are gone. They register
@@ -127,17 +127,17 @@ class PlacementWatches:
                 if clock() - older_since >= _LOST_MEMORY_S or not is_older:
                     placement = roster.placement()
                     is_changed = before is None or placement.version != before.version
-                    is_due = clock() - pushed_at >= self._load_push_interval_s
+                    is_due = clock() - pushed_at >= self.load_push_interval_s
                     if is_changed or (is_due and placement != before):
                         feed.publish(placement)
                         pushed_at = clock()
                 has_been_known = roster.is_known or (before is not None and before.num_model_blocks > 0)
-                wait_s = self._relist_interval_s * (1 if has_been_known else _UNKNOWN_RELIST_FACTOR)
-                await self._registry.wait_for_change(roster, wait_s)
+                wait_s = self.relist_interval_s * (1 if has_been_known else _UNKNOWN_RELIST_FACTOR)
+                await self.registry.wait_for_change(roster, wait_s)
             except CorollaError:
                 if feed.placement is None and model in self._last:
                     feed.publish(self._last[model])
-                await asyncio.sleep(self._relist_interval_s)
+                await asyncio.sleep(self.relist_interval_s)
 
     async def _restored(self, feed: _Feed, roster: Roster) -> Roster:
         """Registers again the adapters that the store has lost with its data, and returns the roster with them."""
@@ -146,8 +146,8 @@ class PlacementWatches:
         if not lost or not roster.is_known:
             return roster
         with suppress(CorollaError):  # watchers get the servers nevertheless
-            await self._registry.restore_adapters(roster.model, lost)
-            return await self._registry.snapshot(roster.model, with_adapters=True)
+            await self.registry.restore_adapters(roster.model, lost)
+            return await self.registry.snapshot(roster.model, with_adapters=True)
         return roster
 
 

@@ -10,8 +10,9 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from corolla.chassis.channels import Channels, open_channel
-from corolla.chassis.handlers import MAX_CONTROL_REQUEST_BYTES, Call, service_handler
+from corolla.chassis.handlers import MAX_CONTROL_REQUEST_BYTES, Call, Check, service_handler
 from corolla.chassis.metrics import RpcMetrics
+from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
 from corolla.trust.authorisation import AUDITED, FRAMES, check_method
 from corolla.trust.capabilities import Capabilities
@@ -43,7 +44,7 @@ class Network:
     credentials: Credentials | None = None
 
     @classmethod
-    def of(cls, tls_dir: Path | None) -> Self:
+    def from_folder(cls, tls_dir: Path | None) -> Self:
         """Makes a network from a folder of certificates; None: without TLS. Raises SettingsError for wrong files."""
         if tls_dir is None:
             return cls()
@@ -59,6 +60,12 @@ class Network:
         """Returns the credentials for the gRPC servers of this process; None without mutual TLS."""
         return self.credentials.for_rpc_servers() if self.credentials is not None else None
 
+    def rpc_server(self, host: str, port: int, metrics: RpcMetrics, *, with_reflection: bool) -> RpcServer:
+        """Makes a gRPC server for other processes of Corolla. Raises StartupError if the port is taken."""
+        return RpcServer(
+            host, port, with_reflection=with_reflection, credentials=self.rpc_credentials(), metrics=metrics
+        )
+
     def service_handler(
         self,
         service: ServiceDescriptor,
@@ -66,6 +73,7 @@ class Network:
         metrics: RpcMetrics,
         *,
         max_request_bytes: int = MAX_CONTROL_REQUEST_BYTES,
+        check: Check = lambda request: None,
     ) -> grpc.GenericRpcHandler:
         """Makes the handlers of an internal service. Methods admit only the roles that `trust/authorisation` lists."""
         return service_handler(
@@ -73,6 +81,7 @@ class Network:
             servicer,
             metrics,
             max_request_bytes=max_request_bytes,
+            check=check,
             authenticate=self._check_role,
             audited=AUDITED,
             traced=True,

@@ -33,7 +33,7 @@ class Span:
         return range(blocks.start - self.start, blocks.end - self.start)
 
     @classmethod
-    def of(cls, message: common_pb2.BlockSpan) -> "Span":
+    def from_message(cls, message: common_pb2.BlockSpan) -> "Span":
         """Reads a span from its message. Raises ValueError if it is empty or begins below 0."""
         return cls(message.start, message.end)
 

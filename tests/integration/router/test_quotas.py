@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from corolla.router.quotas import MOST_TAKES, MOST_USES
+from corolla.router.validation import MOST_TAKES, MOST_USES
 from corolla.v1 import router_pb2 as pb
 from tests.integration.router.conftest import Router, StartRouter, refusal
 
@@ -163,8 +163,8 @@ GOOD: dict[str, Any] = {"tenant": "t", "request_id": "r", "lease_ms": 1000}
         ([{**GOOD, "tenant": "t" * 257}], "takes.tenant"),
         ([{**GOOD, "request_id": "no spaces"}], "takes.request_id"),
         ([{**GOOD, "lease_ms": 600_001}], "takes.lease_ms"),
-        ([{**GOOD, "uses": [flow(1, 0)]}], "takes.uses"),
-        ([{**GOOD, "uses": [flow(10**12 + 1)]}], "takes.uses"),
+        ([{**GOOD, "uses": [flow(1, 0)]}], "takes.uses.limit"),
+        ([{**GOOD, "uses": [flow(10**12 + 1)]}], "takes.uses.amount"),
         ([{**GOOD, "uses": [pb.QuotaUse(quota="", limit=1)]}], "takes.uses.quota"),
         ([{**GOOD, "uses": [hold(1)] * (MOST_USES + 1)}], "takes.uses"),
         ([GOOD] * (MOST_TAKES + 1), "takes"),

@@ -258,7 +258,7 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
         (stub.CreateSessionRecord(pb.CreateSessionRecordRequest(record=record)), "record.session_id"),
         (stub.GetSessionRecord(pb.GetSessionRecordRequest(model=model, session_id="0" * 31)), "session_id"),
         (stub.BeginTurn(pb.BeginTurnRequest(model=model, session_id="0" * 32)), "turn_id"),
-        (stub.EndTurn(pb.EndTurnRequest(turn_id="t")), "record.model"),
+        (stub.EndTurn(pb.EndTurnRequest(turn_id="t")), "record.session_id"),
         (stub.CountSessionRecords(pb.CountSessionRecordsRequest()), "model"),
         (stub.WatchPlacement(pb.WatchPlacementRequest()).read(), "model"),
     ):  # fmt: skip
@@ -303,11 +303,11 @@ async def test_chains_are_planned_without_a_look_at_adapters(
     await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))
     read: list[pb.RegisteredAdapter] = []
 
-    def check_adapter(each: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
+    def check(each: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
         read.append(each)
         return each
 
-    monkeypatch.setattr(registry, "check_adapter", check_adapter)
+    monkeypatch.setattr(registry, "check", check)
     assert spans((await plan(router, model)).chain) == ["0:30"]
     assert read == []
     assert list((await placement(router, model)).adapters) == read == [adapter]

@@ -69,7 +69,7 @@ class Harness:
         self.subject = Adapters(
             # Each adapter takes as much as any other one.
             span, NUM_BLOCKS, self.stacks, max_bytes=num_fitting * adapter_bytes(folders["one"], span), folder=None,
-            hub=Hub(offline=True), registered=self._ask, in_use=lambda: self.in_use,
+            hub=Hub(offline=True), ask_router=self._ask, in_use=lambda: self.in_use,
             between_iterations=self.commands.append, tasks=TaskGroup(),
             metrics=BlockServerMetrics(CollectorRegistry()), patience_s=patience_s,
         )  # fmt: skip

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from corolla.block_server import batch_executor
-from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchExecutor, BatchResult, error_of
 from corolla.block_server.hop_session import HopSession, OpenRequest
 from corolla.block_server.peers import Peer
 from corolla.block_server.row_sampling import ChosenTokens, SessionSampler
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import AdmittedStep, StepWork
 from corolla.cache.store import SessionCache
 from corolla.cache.tables import Copies
 from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, OutOfPages, StepFailed

@@ -7,12 +7,12 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.batch_executor import BatchResult
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable, StepFaults
+from corolla.block_server.step_admission import AdmittedStep, StepWork
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2

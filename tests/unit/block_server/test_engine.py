@@ -12,15 +12,15 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engine import Engine, ProcessorUse, moved
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import StepWork
 from corolla.cache.store import SessionCache
 from corolla.compute.base import LaunchedBatch, RowWork
 from corolla.compute.device_memory import DEVICE_MEMORY_USES
@@ -240,3 +240,9 @@ async def test_copies_that_wait_run_together_until_steps_have_waited_long_enough
     running.cancel()
     engine.close()
     assert done == found
+
+
+def test_an_average_begins_with_the_first_value() -> None:
+    """Planners read it after one step: a tenth of the time would make a fresh server look ten times as fast."""
+    assert moved(0.0, 3.0) == 3.0
+    assert moved(1.0, 2.0) == pytest.approx(1.1)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
-from corolla.block_server.admitted_step import StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
@@ -23,6 +22,7 @@ from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import StepWork
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError
 from corolla.chassis.tasks import TaskGroup

@@ -18,7 +18,6 @@ from google.protobuf.message import Message
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from corolla.block_server.admitted_step import AdmittedStep, StepWork
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine, ProcessorUse
 from corolla.block_server.frame_checks import Identity
@@ -31,6 +30,7 @@ from corolla.block_server.row_sampling import ChosenTokens, RowLogits, SessionSa
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
+from corolla.block_server.step_admission import AdmittedStep, StepWork
 from corolla.block_server.step_ahead import StepAhead, next_rows
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import StepFailed

@@ -159,7 +159,7 @@ def test_fields_of_the_protocol_have_the_callers_paths(
 
 
 def test_who_may_try_again_learns_when() -> None:
-    assert headers_of(errors.QuotaExceeded.of("running_requests", 2.4)) == {"retry-after": "3"}
+    assert headers_of(errors.QuotaExceeded.used_up("running_requests", 2.4)) == {"retry-after": "3"}
     assert headers_of(errors.QueueFull("full", retry_after_s=0.01)) == {"retry-after": "1"}
     assert headers_of(errors.InvalidRequest("n", "is wrong")) == {}
     assert status_of(errors.QuotaExceeded("used up")) == 429

@@ -83,8 +83,8 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.identities = Identities(folder)
-        self.server = Server(Network.of(self.identities.folder_of(*SERVER)))
-        self.client = Network.of(self.identities.folder_of(*CLIENT))
+        self.server = Server(Network.from_folder(self.identities.folder_of(*SERVER)))
+        self.client = Network.from_folder(self.identities.folder_of(*CLIENT))
         self.stream: Stream
         self.numbers: list[int] = []
         self.num_sent = 0

@@ -148,7 +148,7 @@ async def test_what_was_sent_last_arrives_before_the_stream_closes() -> None:
 
 
 def networks(identities: Identities, *workloads: tuple[Role, str]) -> list[Network]:
-    return [Network.of(identities.folder_of(*workload)) for workload in workloads]
+    return [Network.from_folder(identities.folder_of(*workload)) for workload in workloads]
 
 
 async def test_streams_run_over_tls(tmp_path: Path) -> None:

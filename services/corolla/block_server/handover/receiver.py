@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import zlib
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from corolla.block_server.engine import Engine
@@ -35,6 +36,7 @@ _MAX_CHECKED_PARTS: Final = 4
 """At most so many parts take memory of the device, in addition to pages."""
 
 
+@dataclass(eq=False, repr=False)
 class HandoverReceiver:
     """Reserves pages for sessions that other servers offer, and writes their parts.
 
@@ -44,30 +46,21 @@ class HandoverReceiver:
         tasks: the background tasks of the server.
     """
 
-    def __init__(
-        self,
-        span: Span,
-        sessions: SessionTable[SessionCache],
-        engine: Engine,
-        metrics: BlockServerMetrics,
-        tasks: TaskGroup,
-        *,
-        max_part_tokens: int,
-    ) -> None:
-        self._span = span
-        self._sessions = sessions
-        self._engine = engine
-        self._metrics = metrics
-        self._tasks = tasks
-        self._max_part_tokens = max_part_tokens
-        self._num_waiting_bytes = 0
-        self._room = asyncio.Semaphore(_MAX_CHECKED_PARTS)
+    span: Span
+    sessions: SessionTable[SessionCache]
+    engine: Engine
+    metrics: BlockServerMetrics
+    tasks: TaskGroup
+    _: KW_ONLY
+    max_part_tokens: int
+    _num_waiting_bytes: int = field(init=False, default=0)
+    _room: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MAX_CHECKED_PARTS))
 
     def on_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
         """Reserves pages for an offered session, or refuses it. Must be called between iterations."""
         answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch)
         try:
-            answer.num_tokens = self._sessions.receive(request, transfer_id, self._engine.clock()).cache.num_tokens
+            answer.num_tokens = self.sessions.receive(request, transfer_id, self.engine.clock()).cache.num_tokens
         except CorollaError as error:
             answer.reason, answer.message = error.reason, error.message
         peer.send(answer)
@@ -77,7 +70,7 @@ class HandoverReceiver:
         if self._num_waiting_bytes >= _MAX_WAITING_BYTES:
             raise MalformedMessage("handover", "must send the next part only after earlier ones were written")
         self._num_waiting_bytes += max(len(payload), _LEAST_PART_BYTES)
-        self._tasks.start(self._receive(control, payload, peer), "part of a handover")
+        self.tasks.start(self._receive(control, payload, peer), "part of a handover")
 
     async def _receive(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
@@ -86,13 +79,13 @@ class HandoverReceiver:
                 store, layers = self._check(control)
                 checked = await asyncio.to_thread(_checked, store, layers, control, payload)
                 # Steps wait for this only.
-                answer.num_tokens = await self._engine.copy(lambda: self._write(control, checked))
-            self._metrics.handover_bytes.labels("in").inc(len(payload))
+                answer.num_tokens = await self.engine.copy(lambda: self._write(control, checked))
+            self.metrics.handover_bytes.labels("in").inc(len(payload))
         except PositionGap as error:
             answer.reason, answer.message, answer.num_tokens = error.reason, error.message, error.held
         except CorollaError as error:
             answer.reason, answer.message = error.reason, error.message
-            session = self._sessions.get(control.session_id)
+            session = self.sessions.get(control.session_id)
             answer.num_tokens = (
                 session.cache.num_tokens if session is not None and session.state is SessionState.ARRIVING else 0
             )
@@ -108,13 +101,13 @@ class HandoverReceiver:
         """Checks that a part may come for its session. Returns where its layers are stored."""
         session = self._arriving(control)
         blocks = session.request.blocks
-        if len(control.first_tokens) != len(blocks) or control.num_tokens > self._max_part_tokens:
+        if len(control.first_tokens) != len(blocks) or control.num_tokens > self.max_part_tokens:
             raise MalformedMessage(
                 "handover", "must have a first token for each block, and no more tokens than one part takes"
             )
         if control.position + control.num_tokens > session.request.max_tokens:
             raise MalformedMessage("handover", "must not have more tokens than the session was offered with")
-        return session.cache.store, self._span.indices(blocks)
+        return session.cache.store, self.span.indices(blocks)
 
     def _write(self, control: pb.HandoverTokens, checked: CheckedCopy) -> int:
         """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
@@ -130,11 +123,11 @@ class HandoverReceiver:
         cache.blocks = session.request.blocks
         if control.is_last:
             forget_unsent(cache, layers, copy.first_tokens)
-            self._sessions.arrived(session, is_idle=control.is_idle)
+            self.sessions.arrived(session, is_idle=control.is_idle)
         return cache.num_tokens
 
     def _arriving(self, control: pb.HandoverTokens) -> HopSession[SessionCache]:
-        return self._sessions.get_arriving(control.session_id, control.epoch, control.transfer_id, self._engine.clock())
+        return self.sessions.get_arriving(control.session_id, control.epoch, control.transfer_id, self.engine.clock())
 
 
 def _checked(store: KVStore, layers: range, control: pb.HandoverTokens, payload: Buffer) -> CheckedCopy:

@@ -1,14 +1,18 @@
-"""Hands one session over: copies its keys and values while it takes steps, and pauses it only for the last part."""
+"""Hands one session over: copies its keys and values while it takes steps, and pauses it only for the last part.
+
+The parts travel on the stream to the block server that takes the session over (`HandoverLink`).
+"""
 
 import asyncio
 import secrets
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Final, NamedTuple
 
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES
-from corolla.block_server.handover.link import HandoverLink
 from corolla.block_server.handover.plan import HandoverProgress
 from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
 from corolla.block_server.sessions import SessionTable
@@ -17,22 +21,22 @@ from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_by
 from corolla.chassis.errors import ChecksumMismatch, HopUnavailable, MessageTooLarge, PositionGap
 from corolla.chassis.status import from_reason
 from corolla.v1 import blocks_pb2 as pb
-from corolla.wire.frames import Buffer
+from corolla.wire.frames import Buffer, Frame
 from corolla.wire.span import Span
-from corolla.wire.stream import between_servers
+from corolla.wire.stream import Connect, Stream, between_servers, connect
 from corolla.wire.tensors import describe_prompts, to_payload
 
 PART_BYTES = 4 << 20
 PART_BYTES_OF_GPUS = 16 << 20
 """Each part waits for the iteration that runs, which takes a GPU longer than to copy the part."""
+_ANSWER_TIMEOUT_S: Final = 5.0
 # What a frame may have in addition to a part and to recurrent states.
 _MARGIN_BYTES = 3 << 20
 # A receiver that refuses a part for one of these reasons says how many tokens it has; the sender continues there.
 _REPEATABLE = frozenset({PositionGap.reason, ChecksumMismatch.reason})
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     frame: pb.HandoverTokens
     payload: Buffer
 
@@ -41,6 +45,65 @@ _Reading = tuple[pb.HandoverTokens, Callable[[], TokenCopy]]
 """The frame of a part, without what only its copy tells, and a function that waits for the copy."""
 
 
+class HandoverLink:
+    """Sends offers and parts to one server and receives its answers. A session has one open request at a time."""
+
+    def __init__(self, address: str, connect: Connect = connect) -> None:
+        self.address = address
+        self._connect = connect
+        self._stream: Stream | None = None
+        self._answers: dict[bytes, asyncio.Future[pb.HandoverAnswer]] = {}
+
+    @asynccontextmanager
+    async def connect(self, fingerprint: str) -> AsyncIterator[None]:
+        """Holds the stream open within the context. If the stream breaks, requests raise HopUnavailable."""
+        stream = self._connect(self.address, lambda _: self._receive)
+        stream.ended.add_done_callback(lambda _: self._on_ended())
+        stream.send(pb.Hello(fingerprint=fingerprint))
+        self._stream = stream
+        try:
+            yield
+        finally:
+            stream.close()
+            await asyncio.wait({stream.ended})
+
+    async def request(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
+        """Sends one frame and waits for its answer. Raises HopUnavailable."""
+        if self._stream is None:
+            raise self._broken()
+        answer = self._answers[control.session_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._stream.send(control, payload)
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                answered: pb.HandoverAnswer = await answer
+                return answered
+        except TimeoutError:
+            raise HopUnavailable("a block server does not answer", self.address) from None
+        finally:
+            del self._answers[control.session_id]
+
+    def send(self, control: pb.Close | pb.Truncate) -> None:
+        """Sends a frame that has no answer."""
+        if self._stream is not None:
+            self._stream.send(control)
+
+    def _receive(self, frame: Frame) -> None:
+        if isinstance(frame.control, pb.HandoverAnswer):
+            answer = self._answers.get(frame.control.session_id)
+            if answer is not None and not answer.done():
+                answer.set_result(frame.control)
+
+    def _on_ended(self) -> None:
+        self._stream = None
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._broken())
+
+    def _broken(self) -> HopUnavailable:
+        return HopUnavailable("the stream to a block server broke", self.address)
+
+
+@dataclass(eq=False, repr=False)
 class HandoverSender:
     """Copies sessions of this server to other servers in parts. One part of a session travels, and one is copied.
 
@@ -50,25 +113,15 @@ class HandoverSender:
         max_part_bytes: the most bytes of keys and values of one part with several tokens.
     """
 
-    def __init__(
-        self,
-        span: Span,
-        sessions: SessionTable[SessionCache],
-        engine: Engine,
-        *,
-        max_part_tokens: int,
-        max_part_bytes: int = PART_BYTES,
-    ) -> None:
-        self._span = span
-        self._sessions = sessions
-        self._engine = engine
-        self._max_part_tokens = max_part_tokens
-        self._max_part_bytes = max_part_bytes
-        # All recurrent states of a session travel in one frame, with the last part.
-        self._max_state_bytes = between_servers().max_frame_bytes - max_part_bytes - _MARGIN_BYTES
-        # Maps each session whose handover broke off to the receiver's address, and the transfer id and progress to
-        # continue with.
-        self._begun: dict[bytes, tuple[str, bytes, HandoverProgress]] = {}
+    span: Span
+    sessions: SessionTable[SessionCache]
+    engine: Engine
+    _: KW_ONLY
+    max_part_tokens: int
+    max_part_bytes: int = PART_BYTES
+    # Maps each session whose handover broke off to the receiver's address, and the transfer id and progress to
+    # continue with.
+    _begun: dict[bytes, tuple[str, bytes, HandoverProgress]] = field(init=False, default_factory=dict)
 
     async def send(self, session_id: bytes, version: int, link: HandoverLink) -> int:
         """Hands a session over. Afterwards the session takes no steps here; after a failure it continues here.
@@ -85,9 +138,11 @@ class HandoverSender:
             HopSessionLost: the session ended or was opened again during the handover.
             CorollaError: the receiver refused the session, and this is its reason. It keeps nothing of this handover.
         """
-        session = self._sessions.in_version(session_id, version)
+        session = self.sessions.in_version(session_id, version)
         request = session.request
-        if state_bytes(session.cache.store, self._span.indices(request.blocks)) > self._max_state_bytes:
+        # All recurrent states of a session travel in one frame, with the last part.
+        max_state_bytes = between_servers().max_frame_bytes - self.max_part_bytes - _MARGIN_BYTES
+        if state_bytes(session.cache.store, self.span.indices(request.blocks)) > max_state_bytes:
             raise MessageTooLarge("the recurrent states of a session are larger than a frame")
         address, transfer_id, progress = self._begun.pop(session_id, ("", b"", HandoverProgress()))
         if address != link.address:
@@ -101,7 +156,7 @@ class HandoverSender:
             is_taken = True
             progress.begin(answer.num_tokens)
             num_bytes = await self._send(request, version, transfer_id, progress, link)
-            self._sessions.in_version(session_id, version)
+            self.sessions.in_version(session_id, version)
             return num_bytes
         except BaseException as failure:
             if isinstance(failure, HopUnavailable):
@@ -109,7 +164,7 @@ class HandoverSender:
             elif is_taken:
                 # A receiver that refused the offer gets no Close: it may hold the session from another source.
                 link.send(pb.Close(session_id=session_id, epoch=request.epoch))
-            self._sessions.cancel_leaving(session_id, version)
+            self.sessions.cancel_leaving(session_id, version)
             raise
 
     async def _send(
@@ -148,11 +203,11 @@ class HandoverSender:
         """Copies the next part. Steps wait until the copy has begun, not until it ends."""
 
         def read() -> _Reading:
-            session = self._sessions.in_version(session_id, version)
+            session = self.sessions.in_version(session_id, version)
             part = progress.next_part(*self._state(session), is_idle=session.is_idle)
             return self._read(session, *part)
 
-        return await asyncio.to_thread(_finished, *await self._engine.copy(read))
+        return await asyncio.to_thread(_finished, *await self.engine.copy(read))
 
     async def _part_ahead(self, part: _Part, version: int, progress: HandoverProgress) -> _Part | None:
         """Copies the part after `part` while that travels; None if no part follows yet, or only the last one."""
@@ -160,24 +215,24 @@ class HandoverSender:
             return None
 
         def read() -> _Reading | None:
-            session = self._sessions.in_version(part.frame.session_id, version)
+            session = self.sessions.in_version(part.frame.session_id, version)
             ahead = progress.part_ahead(*self._state(session))
             return None if ahead is None else self._read(session, *ahead, is_last=False)
 
-        reading = await self._engine.copy(read)
+        reading = await self.engine.copy(read)
         return None if reading is None else await asyncio.to_thread(_finished, *reading)
 
     def _state(self, session: HopSession[SessionCache]) -> tuple[int, int, int]:
         """How many tokens a session holds, how many have not changed, and the most tokens of its parts."""
         cache = session.cache
-        num_bytes = max(1, token_bytes(cache.store, self._span.indices(session.request.blocks)))
-        most = max(1, min(self._max_part_tokens, self._max_part_bytes // num_bytes))
+        num_bytes = max(1, token_bytes(cache.store, self.span.indices(session.request.blocks)))
+        most = max(1, min(self.max_part_tokens, self.max_part_bytes // num_bytes))
         return cache.num_tokens, cache.num_unchanged_tokens, most
 
     def _read(self, session: HopSession[SessionCache], start: int, num_tokens: int, is_last: bool) -> _Reading:
         """Begins to copy a part, in the compute thread. The last part pauses the session."""
         request, cache = session.request, session.cache
-        finish = read_tokens(cache, self._span.indices(request.blocks), start, num_tokens, has_states=is_last)
+        finish = read_tokens(cache, self.span.indices(request.blocks), start, num_tokens, has_states=is_last)
         cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)

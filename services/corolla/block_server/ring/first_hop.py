@@ -15,7 +15,7 @@ as on a GPU, there is no such limit.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from corolla.block_server.hop_session import RingPlace, SessionState
@@ -77,6 +77,7 @@ class _Route:
 _RouteKey = tuple[int, int, bytes]
 
 
+@dataclass(eq=False, repr=False)
 class FirstHop:
     """Forms the microbatches that begin here.
 
@@ -88,27 +89,18 @@ class FirstHop:
         num_devices: returns how many devices the servers at some addresses compute with.
     """
 
-    def __init__(
-        self,
-        sessions: SessionTable[SessionCache],
-        submit: Callable[[pb.Step], None],
-        faults: StepFaults,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        max_microbatches: int = 0,
-        num_devices: Callable[[Sequence[str]], int] = len,
-    ) -> None:
-        self._sessions = sessions
-        self._max_microbatches = max_microbatches
-        self._num_devices = num_devices
-        self._submit = submit
-        self._faults = faults
-        self._clock = clock
-        # A route is kept while a row of it waits or is under way.
-        self._routes: dict[_RouteKey, _Route] = {}
-        self._newest_number = 0
-        self._round_times = RoundTimes()
-        self._seen_s: dict[str, float] = {}
+    sessions: SessionTable[SessionCache]
+    submit: Callable[[pb.Step], None]
+    faults: StepFaults
+    clock: Callable[[], float] = time.monotonic
+    _: KW_ONLY
+    max_microbatches: int = 0
+    num_devices: Callable[[Sequence[str]], int] = len
+    # A route is kept while a row of it waits or is under way.
+    _routes: dict[_RouteKey, _Route] = field(init=False, default_factory=dict)
+    _newest_number: int = field(init=False, default=0)
+    _round_times: RoundTimes = field(init=False, default_factory=RoundTimes)
+    _seen_s: dict[str, float] = field(init=False, default_factory=dict)
 
     @property
     def num_waiting(self) -> int:
@@ -117,24 +109,24 @@ class FirstHop:
 
     def on_tenants(self, tenants: Iterable[str]) -> None:
         """Notes that tenants sent steps that belong to no ring; most of these are prompts."""
-        now_s = self._clock()
+        now_s = self.clock()
         for tenant in tenants:
             self._seen_s[tenant] = now_s
 
     def on_next(self, message: pb.Next) -> None:
         """Takes the rows of a microbatch that came round, or a row of a session that starts or resumes its ring."""
-        now_s = self._clock()
+        now_s = self.clock()
         touched = []
         for key, route in self._routes.items():
             if (microbatch := route.under_way.pop(message.microbatch, None)) is not None:
                 self._round_times.observe(microbatch.num_rows_under_way, now_s - microbatch.sent_s)
                 touched.append(key)
         for row in message.rows:
-            session = self._sessions.get(row.session_id)
+            session = self.sessions.get(row.session_id)
             is_open = session is not None and session.is_open_as(row.epoch, row.client_id)
             if session is None or session.ring is None or not is_open:
-                if not self._sessions.has_ended(row.session_id, row.epoch, row.client_id):
-                    self._faults.send(message, HopSessionLost("the session is not held here"), [row])
+                if not self.sessions.has_ended(row.session_id, row.epoch, row.client_id):
+                    self.faults.send(message, HopSessionLost("the session is not held here"), [row])
                 continue
             self._seen_s[session.request.tenant] = now_s
             blocks = session.request.blocks
@@ -153,7 +145,7 @@ class FirstHop:
         It also stops counting microbatches that have been under way for very long: the message that reports that they
         came round may be lost. Then it sends the rows that need no longer wait.
         """
-        oldest_s = self._clock() - _LONGEST_ROUND_S
+        oldest_s = self.clock() - _LONGEST_ROUND_S
         for key, route in list(self._routes.items()):
             lost = [
                 number
@@ -168,15 +160,15 @@ class FirstHop:
     def _route(self, key: _RouteKey, blocks: Span, ring: RingPlace) -> _Route:
         route = self._routes.get(key)
         if route is None:
-            num_devices = self._num_devices([ring.first_address, *(hop.address for hop in ring.route)])
-            max_under_way = min(self._max_microbatches or num_devices, num_devices)
+            num_devices = self.num_devices([ring.first_address, *(hop.address for hop in ring.route)])
+            max_under_way = min(self.max_microbatches or num_devices, num_devices)
             rules = MicrobatchRules(max_under_way=max_under_way, max_tokens=ring.max_step_tokens)
             route = self._routes[key] = _Route(blocks, ring, rules)
         return route
 
     def _is_current(self, row: pb.StepRow) -> bool:
         """A row is its session's newest step."""
-        session = self._sessions.get(row.session_id)
+        session = self.sessions.get(row.session_id)
         if session is None or session.state not in (SessionState.RUNNING, SessionState.LEAVING):
             return False
         return session.request.epoch == row.epoch and session.newest_ring_position <= row.position
@@ -188,10 +180,8 @@ class FirstHop:
         while leaving := self._leaving(route):
             rows = [route.waiting.pop(name) for name in leaving]
             self._newest_number += 1
-            route.under_way[self._newest_number] = _Microbatch(
-                rows, self._clock(), route.num_rows_under_way + len(rows)
-            )
-            self._submit(self._step(route, rows))
+            route.under_way[self._newest_number] = _Microbatch(rows, self.clock(), route.num_rows_under_way + len(rows))
+            self.submit(self._step(route, rows))
         if not route.waiting and not route.under_way:
             del self._routes[key]
 
@@ -203,7 +193,7 @@ class FirstHop:
     def _has_company(self, route: _Route) -> bool:
         """Several tenants are present. Forgets tenants not seen for a while that have no row under way."""
         if len(self._seen_s) > 1:
-            oldest_s = self._clock() - _PRESENCE_S
+            oldest_s = self.clock() - _PRESENCE_S
             for tenant in route.tenants_under_way(self._tenant):
                 self._seen_s[tenant] = max(self._seen_s.get(tenant, oldest_s), oldest_s)
             self._seen_s = {tenant: seen_s for tenant, seen_s in self._seen_s.items() if seen_s >= oldest_s}
@@ -223,7 +213,7 @@ class FirstHop:
         return sorted((name for name in stamps if stamps[name] < most), key=stamps.__getitem__)
 
     def _tenant(self, session_id: bytes) -> str:
-        session = self._sessions.get(session_id)
+        session = self.sessions.get(session_id)
         return "" if session is None else session.request.tenant
 
     def _step(self, route: _Route, rows: Sequence[pb.StepRow]) -> pb.Step:

@@ -1,7 +1,6 @@
 """The last hop of a ring: it makes the next step from the chosen tokens, unless it lacks credit from the client."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from corolla.block_server.hop_session import HopSession
 from corolla.block_server.peers import Peer, PeerTable
@@ -12,14 +11,8 @@ from corolla.cache.store import SessionCache
 from corolla.chassis.errors import HopSessionLost
 from corolla.v1 import blocks_pb2 as pb
 
-
-@dataclass(frozen=True, slots=True)
-class RowChoice:
-    """A row that was computed here, its session, and the tokens that were chosen for it."""
-
-    row: pb.StepRow
-    session: HopSession[SessionCache]
-    chosen: ChosenTokens
+RowChoice = tuple[pb.StepRow, HopSession[SessionCache], ChosenTokens]
+"""A row that was computed here, its session, and the tokens that were chosen for it."""
 
 
 class LastHop:
@@ -33,13 +26,12 @@ class LastHop:
     def next_rows(self, choices: Iterable[RowChoice]) -> list[pb.StepRow]:
         """Returns the rows of the sessions' next steps. A row without credit is held until the client grants more."""
         next_rows: list[pb.StepRow] = []
-        for choice in choices:
-            ring, sampled = choice.session.ring, choice.chosen.sampled
+        for row, session, chosen in choices:
+            ring, sampled = session.ring, chosen.sampled
             if ring is None or sampled.is_last or not sampled.tokens:
                 continue
-            row = choice.row
             newest_id = sampled.tokens[-1].token_id
-            token_ids = [newest_id, *choice.chosen.draft_token_ids[: max(0, ring.max_step_tokens - 1)]]
+            token_ids = [newest_id, *chosen.draft_token_ids[: max(0, ring.max_step_tokens - 1)]]
             next_row = pb.StepRow(
                 session_id=row.session_id,
                 epoch=row.epoch,
@@ -47,7 +39,7 @@ class LastHop:
                 num_tokens=len(token_ids),
                 num_result_tokens=len(token_ids),
                 token_ids=token_ids,
-                client_id=choice.session.request.client_id,
+                client_id=session.request.client_id,
             )
             if next_row.position < ring.credit_end:
                 next_rows.append(next_row)

@@ -121,7 +121,7 @@ class QuotaEnforcer:
     def check_rate(self, tenant: str) -> None:
         """Refuses a request whose tenant was just refused another one. It counts nothing. Raises QuotaExceeded."""
         if (wait_s := self._refused_until_s.get(tenant, 0.0) - self._now_s()) > 0:
-            raise QuotaExceeded.of(_RATE, wait_s)
+            raise QuotaExceeded.used_up(_RATE, wait_s)
 
     @contextlib.contextmanager
     def counted_refusals(self) -> Iterator[None]:

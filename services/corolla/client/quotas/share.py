@@ -43,7 +43,7 @@ class StaticShare:
                 # A use larger than the share fits only into a window without earlier use.
                 is_first = use.period_ms and not used
                 if not is_first and used + use.amount > max(1.0, use.limit / num_services):
-                    raise QuotaExceeded.of(use.quota, self._rest_s(use, now_s))
+                    raise QuotaExceeded.used_up(use.quota, self._rest_s(use, now_s))
         for use in uses:
             if use.period_ms:
                 self._window(use, now_s).used[tenant, use.quota] += use.amount

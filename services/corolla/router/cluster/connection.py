@@ -8,6 +8,7 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Final
 
@@ -43,6 +44,7 @@ _SHORTEST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 
 
+@dataclass(eq=False, repr=False)
 class PodWatch:
     """Reports every list and every change of the pods, by functions that its thread calls.
 
@@ -54,31 +56,22 @@ class PodWatch:
         after_forbidden_s: The pause after the API server has forbidden to list pods.
     """
 
-    def __init__(
-        self,
-        api: KubernetesApi,
-        relist_interval_s: float,
-        tell: Callable[[Update], None],
-        complain: Callable[[ApiUnavailable | None], None],
-        fail: Callable[[Exception], None],
-        *,
-        after_forbidden_s: float,
-    ) -> None:
-        self._api = api
-        self._relist_interval_s = relist_interval_s
-        self._tell = tell
-        self._complain = complain
-        self._fail = fail
-        self._after_forbidden_s = after_forbidden_s
-        self._stopping = threading.Event()
-        self._num_failures = 0
+    api: KubernetesApi
+    relist_interval_s: float
+    tell: Callable[[Update], None]
+    complain: Callable[[ApiUnavailable | None], None]
+    fail: Callable[[Exception], None]
+    _: KW_ONLY
+    after_forbidden_s: float
+    _stopping: threading.Event = field(init=False, default_factory=threading.Event)
+    _num_failures: int = field(init=False, default=0)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="pod watch", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
-        self._api.stop()
+        self.api.stop()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -89,34 +82,34 @@ class PodWatch:
                 if self._stopping.is_set():
                     return
                 self._num_failures += 1
-                self._tell(PodTable.lost)
-                self._complain(failure)
+                self.tell(PodTable.lost)
+                self.complain(failure)
                 pause_s = self._rest_s(failure)
             except Exception as failure:
                 # The table must not count as current for ever.
-                self._tell(PodTable.lost)
-                self._fail(failure)
+                self.tell(PodTable.lost)
+                self.fail(failure)
                 return
             self._stopping.wait(pause_s)
 
     def _look(self) -> None:
         """Reads one list, and the changes after it."""
-        pods, version = self._api.pods()
-        self._tell(lambda table: table.listed(pods))
-        for kind, pod in self._api.changes(version, max(1, round(self._relist_interval_s))):
+        pods, version = self.api.pods()
+        self.tell(lambda table: table.listed(pods))
+        for kind, pod in self.api.changes(version, max(1, round(self.relist_interval_s))):
             if self._stopping.is_set():
                 return
             self._all_is_well()
-            self._tell(_update(kind, pod))
+            self.tell(_update(kind, pod))
         self._all_is_well()
 
     def _all_is_well(self) -> None:
         self._num_failures = 0
-        self._complain(None)
+        self.complain(None)
 
     def _rest_s(self, failure: ApiUnavailable) -> float:
         if isinstance(failure, ApiForbidden):
-            return self._after_forbidden_s
+            return self.after_forbidden_s
         pause_s = min(_SHORTEST_PAUSE_S * 2.0 ** min(self._num_failures - 1, 10), _LONGEST_PAUSE_S)
         return pause_s * random.uniform(0.5, 1.0)
 
@@ -129,6 +122,7 @@ _MOST_FAILURES: Final = 3
 _MOST_WAITING_EVENTS: Final = 100
 
 
+@dataclass(eq=False, repr=False)
 class PodRecorder:
     """Writes tags and Events to Kubernetes. All routers see the same states, and only the leading router writes them.
 
@@ -141,28 +135,22 @@ class PodRecorder:
         lead_ms: The time after which another router leads if this one is silent.
     """
 
-    def __init__(
-        self,
-        api: KubernetesApi,
-        registry: Registry,
-        own_pod: PodRef,
-        failures: FailureLog,
-        *,
-        after_failures_s: float,
-        lead_ms: int,
-    ) -> None:
-        self._api = api
-        self._registry = registry
-        self._own_pod = own_pod
-        self._failures = failures
-        self._lead_ms = lead_ms
+    api: KubernetesApi
+    registry: Registry
+    own_pod: PodRef
+    failures: FailureLog
+    _: KW_ONLY
+    after_failures_s: float
+    lead_ms: int
+
+    def __post_init__(self) -> None:
         self._router_id = secrets.token_hex(8)
         self._tags = TagPlan()
         self._spans = CoverageReporter()
         self._handovers = DrainReporter()
         self._models: set[str] = set()
         self._waiting: collections.deque[ClusterEvent] = collections.deque(maxlen=_MOST_WAITING_EVENTS)
-        self._breakers = {call: Breaker(_MOST_FAILURES, after_failures_s) for call in ("patch", "event")}
+        self._breakers = {call: Breaker(_MOST_FAILURES, self.after_failures_s) for call in ("patch", "event")}
 
     def deregistered(self, pod: PodRef, num_moved: int, num_left: int) -> None:
         """Notes that a block server has left, and what happened to its sessions."""
@@ -178,8 +166,8 @@ class PodRecorder:
             clock: The time in seconds.
         """
         # This call comes first, since it may fail: the reporters below count as written what they return.
-        leads = await self._registry.lead(
-            f"pods:{self._api.namespace}:{self._api.selector}", self._router_id, self._lead_ms
+        leads = await self.registry.lead(
+            f"pods:{self.api.namespace}:{self.api.selector}", self._router_id, self.lead_ms
         )
         now_s = clock()
         # Releases in other namespaces may share the store; their own routers report on their models.
@@ -189,7 +177,7 @@ class PodRecorder:
         own = [each for each in rosters if each.model in self._models and each.is_known]
         seen = [self._spans.look(each.model, each.uncovered(), now_s) for each in own]
         self._waiting.extend(self._handovers.due(now_s))
-        if leads and self._own_pod.name:
+        if leads and self.own_pod.name:
             self._waiting.extend(each for each in seen if each is not None)
         if leads and pods.is_current:
             wanted = {uid: tags for each in rosters for uid, tags in wanted_tags(each.servers).items()}
@@ -199,11 +187,11 @@ class PodRecorder:
     async def _patch(self, patches: Iterable[Patch], clock: Callable[[], float]) -> None:
         for patch in patches:
             # After a failure the next pod is tried, since the reason may apply to one pod only.
-            await self._try("patch", partial(self._api.patch, patch), clock)
+            await self._try("patch", partial(self.api.patch, patch), clock)
 
     async def _record(self, clock: Callable[[], float]) -> None:
         while self._waiting:
-            if not await self._try("event", partial(self._api.record, self._waiting[0], self._own_pod), clock):
+            if not await self._try("event", partial(self.api.record, self._waiting[0], self.own_pod), clock):
                 self._waiting.rotate(-1)
                 return
             self._waiting.popleft()
@@ -216,16 +204,17 @@ class PodRecorder:
             await in_daemon_thread(work)
         except ApiUnavailable as failure:
             breaker.failed(clock())
-            self._failures.about(call, failure)
+            self.failures.about(call, failure)
             return False
         breaker.succeeded()
-        self._failures.about(call, None)
+        self.failures.about(call, None)
         return True
 
 
 _SHORTEST_ROUND_S: Final = 0.05
 
 
+@dataclass(eq=False, repr=False)
 class ClusterConnection:
     """Connects one router to Kubernetes. If the Kubernetes API fails, routing continues as without Kubernetes.
 
@@ -233,34 +222,29 @@ class ClusterConnection:
         tasks: A task group for this connection only.
     """
 
-    def __init__(
-        self,
-        registry: Registry,
-        metrics: RouterMetrics,
-        settings: RouterSettings,
-        intervals: RouterIntervals,
-        tasks: TaskGroup,
-    ) -> None:
-        self._registry = registry
-        self._metrics = metrics
-        self._settings = settings
-        self._intervals = intervals
-        self._tasks = tasks
+    registry: Registry
+    metrics: RouterMetrics
+    settings: RouterSettings
+    intervals: RouterIntervals
+    tasks: TaskGroup
+    _mark_ms: int = field(init=False)
+    _pods: PodTable = field(init=False, default_factory=PodTable)
+    _has_news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _failure: Exception | None = field(init=False, default=None)
+    _rosters: list[Roster] = field(init=False, default_factory=list)
+    _local_models: set[str] = field(init=False, default_factory=set)
+    # The servers withheld in the last round, by model.
+    _withheld: dict[str, Mapping[str, Withheld]] = field(init=False, default_factory=dict)
+    _recorder: PodRecorder | None = field(init=False, default=None)
+    _failures: FailureLog = field(init=False, default_factory=FailureLog)
+
+    def __post_init__(self) -> None:
         # A mark in the store withholds a server for this long; each round repeats the marks well before they end.
-        self._mark_ms = max(settings.lease_ms, round(3000 * intervals.relist_s))
-        self._pods = PodTable()
-        self._has_news = asyncio.Event()
-        self._failure: Exception | None = None
-        self._rosters: list[Roster] = []
-        self._local_models: set[str] = set()
-        # The servers withheld in the last round, by model.
-        self._withheld: dict[str, Mapping[str, Withheld]] = {}
-        self._recorder: PodRecorder | None = None
-        self._failures = FailureLog()
+        self._mark_ms = max(self.settings.lease_ms, round(3000 * self.intervals.relist_s))
 
     async def run(self) -> None:
         """Runs for ever; returns if no Kubernetes API can be used. Raises unexpected exceptions of the watch."""
-        settings = self._settings
+        settings = self.settings
         kubeconfig = "" if settings.kubernetes == "auto" else settings.kubernetes
         if settings.kubernetes == "off" or not (kubeconfig or is_in_cluster()):
             log.info("not using the Kubernetes API; relying on the heartbeats of block servers")
@@ -268,7 +252,7 @@ class ClusterConnection:
         try:
             api = await in_daemon_thread(
                 lambda: KubernetesApi(
-                    kubeconfig, settings.pod_selector, self._metrics, self._intervals.kubernetes_answer_s
+                    kubeconfig, settings.pod_selector, self.metrics, self.intervals.kubernetes_answer_s
                 )
             )
         except ApiUnavailable as failure:
@@ -277,25 +261,25 @@ class ClusterConnection:
         loop = asyncio.get_running_loop()
         watch = PodWatch(
             api,
-            self._intervals.list_pods_s,
+            self.intervals.list_pods_s,
             tell=lambda update: post(loop, lambda: self._learn(update)),
             complain=lambda failure: post(loop, lambda: self._failures.about("watch", failure)),
             fail=lambda failure: post(loop, lambda: self._watch_failed(failure)),
-            after_forbidden_s=self._intervals.after_forbidden_s,
+            after_forbidden_s=self.intervals.after_forbidden_s,
         )
         own_pod = PodRef(settings.pod_name, settings.pod_uid)
         self._recorder = PodRecorder(
-            api, self._registry, own_pod, self._failures,
-            after_failures_s=self._intervals.after_failures_s, lead_ms=2 * self._mark_ms,
+            api, self.registry, own_pod, self._failures,
+            after_failures_s=self.intervals.after_failures_s, lead_ms=2 * self._mark_ms,
         )  # fmt: skip
         watch.start()
         try:
-            self._tasks.start_restartable(partial(self._write, self._recorder), "pod_tags")
+            self.tasks.start_restartable(partial(self._write, self._recorder), "pod_tags")
             while True:
                 with contextlib.suppress(CorollaError):
                     await self._round()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._intervals.relist_s):
+                    async with asyncio.timeout(self.intervals.relist_s):
                         await self._has_news.wait()
                 self._has_news.clear()
                 if self._failure is not None:
@@ -304,7 +288,7 @@ class ClusterConnection:
                 await asyncio.sleep(_SHORTEST_ROUND_S)
         finally:
             watch.stop()
-            await self._tasks.close()
+            await self.tasks.close()
 
     def deregistered(self, pod_uid: str, farewell: pb.DeregisterServerRequest) -> None:
         """Notes that a block server in this pod has left, and what happened to its sessions."""
@@ -316,7 +300,7 @@ class ClusterConnection:
 
     def _learn(self, update: Update) -> None:
         update(self._pods)
-        self._metrics.pod_watch_up.set(self._pods.is_current)
+        self.metrics.pod_watch_up.set(self._pods.is_current)
         self._has_news.set()
 
     def _watch_failed(self, failure: Exception) -> None:
@@ -327,7 +311,7 @@ class ClusterConnection:
         """Marks in the store servers that their pods keep from new sessions. Marks end unless a round repeats them."""
         # The pods are read before the rosters: a model counts as local only by a roster that is newer than its pods.
         uids = {pod.uid for pod in self._pods}
-        rosters = [roster async for roster in self._registry.rosters()]
+        rosters = [roster async for roster in self.registry.rosters()]
         self._rosters = rosters
         self._local_models = {
             each.model for each in rosters if any(server.server.pod_uid in uids for server in each.servers)
@@ -341,13 +325,13 @@ class ClusterConnection:
                     log.info(
                         "the pod of a block server is leaving or not ready", extra={"server": server_id, "pod": reason}
                     )
-                await self._registry.withhold(roster.model, server_id, reason, self._mark_ms)
+                await self.registry.withhold(roster.model, server_id, reason, self._mark_ms)
             for server_id in before.keys() - now.keys():
-                await self._registry.withhold(roster.model, server_id, "", self._mark_ms)
+                await self.registry.withhold(roster.model, server_id, "", self._mark_ms)
 
     async def _write(self, recorder: PodRecorder) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(CorollaError):
                 await recorder.look(self._rosters, self._local_models, self._pods, clock)
-            await asyncio.sleep(self._intervals.relist_s)
+            await asyncio.sleep(self.intervals.relist_s)

@@ -58,7 +58,7 @@ def deletion_cost(placed: pb.PlacedServer, copies: Counter[tuple[str, int]]) -> 
     """
     if placed.state != pb.SERVER_STATE_READY:
         return 0
-    span = Span.of(placed.span)
+    span = Span.from_message(placed.span)
     held = [copies[placed.server.fingerprint, block] for block in range(span.start, span.end)]
     usefulness = 100 // min(held) + held.count(1)
     return _SESSIONS_DIGIT * usefulness + min(placed.load.num_sessions.bit_length(), _SESSIONS_DIGIT - 1)
@@ -73,7 +73,7 @@ def wanted_tags(servers: Sequence[pb.PlacedServer]) -> dict[str, Tags]:
         for block in range(each.span.start, each.span.end)
     )
     return {
-        each.server.pod_uid: Tags(span_label(Span.of(each.span)), str(deletion_cost(each, copies)))
+        each.server.pod_uid: Tags(span_label(Span.from_message(each.span)), str(deletion_cost(each, copies)))
         for each in servers
         if each.server.pod_uid
     }

@@ -332,7 +332,7 @@ def choice(session: HopSession[SessionPages], row: pb.StepRow, *token_ids: int, 
            is_last: bool = False) -> RowChoice:  # fmt: skip
     tokens = [pb.SampledToken(token_id=token_id) for token_id in token_ids]
     sampled = pb.SampledRow(tokens=tokens, is_last=is_last)
-    return RowChoice(row, session, ChosenTokens(sampled, drafts))  # type: ignore[arg-type]
+    return row, session, ChosenTokens(sampled, drafts)  # type: ignore[return-value]
 
 
 def row_of(session: HopSession[SessionPages], position: int, num_tokens: int, num_result_tokens: int) -> pb.StepRow:

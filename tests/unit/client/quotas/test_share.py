@@ -23,7 +23,7 @@ from corolla.chassis.errors import (
 from corolla.client.metrics import ClientMetrics
 from corolla.client.quotas.enforcer import QuotaEnforcer
 from corolla.client.quotas.share import StaticShare
-from corolla.router import quotas
+from corolla.router.validation import check
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.generation_pb2 import Usage
 from corolla.wire.frames import is_tenant_name
@@ -144,7 +144,7 @@ class _Router(ControlPlane):
     "refusal, is_outage",
     [
         (InvalidRequest("takes.tenant", "has characters that cannot be printed"), False),
-        (QuotaExceeded.of("requests_per_second", 1.0), False),
+        (QuotaExceeded.used_up("requests_per_second", 1.0), False),
         (RouterUnavailable("no router answers"), True),
         (StoreUnavailable("the store does not answer"), True),
         (RoleDenied("not this role"), True),
@@ -179,7 +179,7 @@ async def test_what_a_router_refuses_of_one_tenant_is_no_outage_for_others(
 def test_routers_and_block_servers_accept_the_tenants_that_may_call(name: str) -> None:
     take = pb.QuotaTake(tenant=name, request_id="r", lease_ms=1)
     try:
-        quotas.checked(pb.TakeQuotasRequest(model="m", taker_id="t", takes=[take]))
+        check(pb.TakeQuotasRequest(model="m", taker_id="t", takes=[take]))
     except InvalidRequest:
         assert not is_tenant_name(name)
     else:
