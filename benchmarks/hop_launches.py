@@ -29,7 +29,7 @@ from benchmarks.command import run
 from benchmarks.figures import Figure, figure
 from benchmarks.hops import TINY_SHAPE
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.metrics import BlockServerMetrics
@@ -223,7 +223,7 @@ class _Hop:
             edges=load_edges(
                 checkpoint, dtype=torch.float32, has_embedding=span.start == 0, has_head=span.start > 0
             ),
-            use=ProcessorUse(launches_inline=True, max_microbatches=1, launches_head_early=True),
+            launches_inline=True, max_microbatches=1, launches_head_early=True,
         )  # fmt: skip
         identity = Identity(
             server_id="hop", span=span, model=checkpoint.name, fingerprint=_FINGERPRINT, dtype_name="float32",

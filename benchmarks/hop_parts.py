@@ -25,7 +25,7 @@ from benchmarks.command import interleaved, run
 from benchmarks.figures import Figure, figure
 from benchmarks.hops import TINY_SHAPE
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.metrics import BlockServerMetrics
@@ -115,7 +115,7 @@ class _Hop:
         relay = partial(Relay, _FINGERPRINT, peers, connect=lambda *_: self._onward)
         self._engine = Engine(
             self._runner, scheduler, sessions, outputs, peers, relay, metrics,
-            fail=lambda: None, use=ProcessorUse(max_inline_s=1.0),
+            fail=lambda: None, max_inline_s=1.0,
         )  # fmt: skip
         identity = Identity(
             server_id="hop", span=_SPAN, model=checkpoint.name, fingerprint=_FINGERPRINT, dtype_name="float32",

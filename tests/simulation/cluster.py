@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
-from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
@@ -111,9 +111,8 @@ class Server:
                 edges=ToyEdges(scenario.model) if span.start == 0 or span.end == scenario.model.num_blocks else None,
                 # A server that is a whole chain launches steps ahead, as on a device; of the others, each second one
                 # launches from its event loop.
-                use=ProcessorUse(
-                    launches_head_early=len(span) == scenario.model.num_blocks, launches_inline=number % 2 == 0
-                ),
+                launches_head_early=len(span) == scenario.model.num_blocks,
+                launches_inline=number % 2 == 0,
             )
         )
         self._metrics = metrics

@@ -331,9 +331,9 @@ class BatchExecutor:
             return ()
         samplers = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
         return [
-            self._sampling_threads.submit(sampler.prepare_choice)
-            for sampler in samplers
-            if sampler is not None and sampler.prepares_choice
+            self._sampling_threads.submit(each.sampler.bar_ahead)
+            for each in samplers
+            if each is not None and each.sampler.has_grammar
         ]
 
     def _alone(self, row: AdmittedStep, blocks: Span) -> Tensor | CorollaError:

@@ -1,8 +1,8 @@
 """Keeps the outputs that this hop sent on in host memory, so that they can be sent again to a new next hop. Pure."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from corolla.chassis.errors import OutputsNotKept
@@ -29,23 +29,9 @@ class _Piece:
         return len(self.rows) // (self.end - self.start)
 
 
-@dataclass(slots=True)
-class _Kept:
-    """One session's outputs: pieces that follow each other without a gap. Pieces are shared with forks."""
-
-    pieces: list[_Piece] = field(default_factory=list)
-
-    @property
-    def start(self) -> int:
-        return self.pieces[0].start if self.pieces else 0
-
-    @property
-    def end(self) -> int:
-        return self.pieces[-1].end if self.pieces else 0
-
-    @property
-    def nbytes(self) -> int:
-        return self.pieces[0].row_bytes * (self.end - self.start) if self.pieces else 0
+def _nbytes(pieces: Sequence[_Piece]) -> int:
+    """The bytes of pieces that follow each other without a gap."""
+    return pieces[0].row_bytes * (pieces[-1].end - pieces[0].start) if pieces else 0
 
 
 class BoundaryActivations:
@@ -62,7 +48,8 @@ class BoundaryActivations:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._sessions: dict[bytes, _Kept] = {}
+        # The pieces of a session follow each other without a gap. They are shared with forks.
+        self._sessions: dict[bytes, list[_Piece]] = {}
         self.nbytes = 0
         self.num_evicted = 0
 
@@ -72,14 +59,14 @@ class BoundaryActivations:
 
     def num_bytes(self, session_id: bytes) -> int:
         """Bytes of one session's outputs."""
-        return self._sessions[session_id].nbytes
+        return _nbytes(self._sessions[session_id])
 
     def check_whole(self, session_id: bytes) -> Iterator[bool]:
         """Checks whether a session's pieces follow each other without a gap, and have one row for each token.
 
         It yields one answer for each `PIECES_PER_PART` pieces. Pieces may be added or dropped between two answers.
         """
-        pieces = self._sessions.get(session_id, _Kept()).pieces
+        pieces = self._sessions.get(session_id, [])
         for start in itertools.count(0, PIECES_PER_PART):
             if start >= len(pieces):
                 return
@@ -90,8 +77,8 @@ class BoundaryActivations:
 
     def range(self, session_id: bytes) -> tuple[int, int]:
         """The tokens `[start, end)` whose outputs are kept."""
-        kept = self._sessions.get(session_id)
-        return (kept.start, kept.end) if kept is not None else (0, 0)
+        pieces = self._sessions.get(session_id)
+        return (pieces[0].start, pieces[-1].end) if pieces else (0, 0)
 
     def append(self, session_id: bytes, position: int, num_tokens: int, rows: bytes) -> None:
         """Keeps `rows`, the outputs of the tokens `[position, position + num_tokens)`.
@@ -102,59 +89,53 @@ class BoundaryActivations:
         if len(rows) > self._max_bytes:
             self.forget(session_id)
             return
-        kept = self._sessions.pop(session_id, None)
-        if kept is None:
-            kept = _Kept()
-        elif position != kept.end:
-            self._cut(kept, position)
-        self._sessions[session_id] = kept
-        kept.pieces.append(_Piece(position, position + num_tokens, rows))
+        pieces = self._sessions[session_id] = self._sessions.pop(session_id, [])
+        if pieces and position != pieces[-1].end:
+            self._cut(pieces, position)
+        pieces.append(_Piece(position, position + num_tokens, rows))
         self.nbytes += len(rows)
         while self.nbytes > self._max_bytes:
             self._forget_oldest()
 
     def read(self, session_id: bytes, start: int, end: int) -> bytes:
         """The outputs of the tokens `[start, end)`. Raises OutputsNotKept."""
-        kept = self._sessions.get(session_id)
-        if kept is None or not kept.start <= start < end <= kept.end:
+        first, last = self.range(session_id)
+        if not first <= start < end <= last:
             raise OutputsNotKept("a hop no longer keeps the boundary activations that it was asked to send again")
         return b"".join(
             piece.part(max(start, piece.start), min(end, piece.end))
-            for piece in kept.pieces
+            for piece in self._sessions[session_id]
             if piece.start < end and start < piece.end
         )
 
     def copy(self, session_id: bytes) -> list[_Piece]:
         """The pieces that the session has now, for `replace`."""
-        kept = self._sessions.get(session_id)
-        return list(kept.pieces) if kept is not None else []
+        return list(self._sessions.get(session_id, ()))
 
     def replace(self, session_id: bytes, pieces: list[_Piece]) -> None:
         """Replaces the session's outputs with the outputs of the session from which it is forked."""
         self.forget(session_id)
-        kept = self._sessions[session_id] = _Kept(pieces)
-        self.nbytes += kept.nbytes
+        self._sessions[session_id] = pieces
+        self.nbytes += _nbytes(pieces)
         while self.nbytes > self._max_bytes:
             self._forget_oldest()
 
     def forget(self, session_id: bytes) -> None:
         """Drops the outputs of a session that has ended or begins again."""
-        kept = self._sessions.pop(session_id, None)
-        if kept is not None:
-            self.nbytes -= kept.nbytes
+        self.nbytes -= _nbytes(self._sessions.pop(session_id, ()))
 
-    def _cut(self, kept: _Kept, position: int) -> None:
+    def _cut(self, pieces: list[_Piece], position: int) -> None:
         """Drops the outputs from `position` on, or all of them if a gap would remain before `position`."""
-        if not kept.start < position <= kept.end:
-            self.nbytes -= kept.nbytes
-            kept.pieces.clear()
+        if not pieces[0].start < position <= pieces[-1].end:
+            self.nbytes -= _nbytes(pieces)
+            pieces.clear()
             return
-        while kept.pieces[-1].end > position:
-            piece = kept.pieces.pop()
+        while pieces[-1].end > position:
+            piece = pieces.pop()
             self.nbytes -= len(piece.rows)
             if piece.start < position:
                 rest = _Piece(piece.start, position, piece.part(piece.start, position))
-                kept.pieces.append(rest)
+                pieces.append(rest)
                 self.nbytes += len(rest.rows)
 
     def _forget_oldest(self) -> None:

@@ -90,33 +90,6 @@ class Failures:
             self._fail()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessorUse:
-    """How an engine divides its work among threads.
-
-    Attributes:
-        max_inline_s: decode steps that should take less are computed on the event loop, which serves no sockets
-            meanwhile.
-        num_sampling_threads: see `BatchExecutor`.
-        max_microbatches: see `FirstHop`.
-        num_devices: see `FirstHop`.
-        compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
-        most_looks: see `Failures.looked`.
-        launches_head_early: see `BatchExecutor`.
-        launches_inline: whether the event loop launches decode steps on a device, and serves sockets until they are
-            computed.
-    """
-
-    max_inline_s: float = 0.0
-    num_sampling_threads: int = 1
-    max_microbatches: int = 0
-    num_devices: Callable[[Sequence[str]], int] = len
-    compute_thread: ComputeThread | None = None
-    most_looks: int = 0
-    launches_head_early: bool | None = None
-    launches_inline: bool = False
-
-
 @dataclass(eq=False, repr=False)
 class Engine:
     """Runs the iterations of one block server.
@@ -126,8 +99,15 @@ class Engine:
         clock: returns seconds, for leases and the durations of iterations.
         fail: see `Failures`.
         edges: embedding and head, as far as this server has them.
-        use: how the engine uses the processors.
         spans: records spans of steps of traced sessions; None if no spans are collected.
+        max_inline_s: decode steps that should take less are computed on the event loop, which serves no sockets
+            meanwhile.
+        num_sampling_threads, launches_head_early: see `BatchExecutor`.
+        max_microbatches, num_devices: see `FirstHop`.
+        compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
+        most_looks: see `Failures.looked`.
+        launches_inline: whether the event loop launches decode steps on a device, and serves sockets until they are
+            computed.
 
     Attributes:
         first_hop: forms the microbatches of rings that begin here.
@@ -145,18 +125,25 @@ class Engine:
     _: KW_ONLY
     fail: Callable[[], None]
     edges: Edges | None = None
-    use: ProcessorUse = ProcessorUse()
     spans: StepSpans | None = None
+    max_inline_s: float = 0.0
+    num_sampling_threads: int = 1
+    max_microbatches: int = 0
+    num_devices: Callable[[Sequence[str]], int] = len
+    compute_thread: ComputeThread | None = None
+    most_looks: int = 0
+    launches_head_early: bool | None = None
+    launches_inline: bool = False
 
     def __post_init__(self) -> None:
         self.failures = Failures(self.fail)
         self._executor = BatchExecutor(
-            self.runner, self.edges, self.clock, self.use.num_sampling_threads, self.use.launches_head_early
+            self.runner, self.edges, self.clock, self.num_sampling_threads, self.launches_head_early
         )
         self._faults = StepFaults(self.peers, self.metrics.faults)
         self.first_hop = FirstHop(
             self.sessions, self._submit_microbatch, self._faults, self.clock,
-            max_microbatches=self.use.max_microbatches, num_devices=self.use.num_devices,
+            max_microbatches=self.max_microbatches, num_devices=self.num_devices,
         )  # fmt: skip
         self._relay = self.new_relay(self.first_hop.on_next)
         self.last_hop = LastHop(self.sessions, self.peers, self._relay)
@@ -167,7 +154,7 @@ class Engine:
         self._behind: deque[weakref.ref[SessionSampler]] = deque()
         self._is_waiting = True
         self._wake = asyncio.Event()
-        self._compute_thread = self.use.compute_thread or ComputeThread()
+        self._compute_thread = self.compute_thread or ComputeThread()
         # `_launched_number` is the negative number of the iteration that the event loop has launched, or 0.
         self._launched_number, self._num_launched = 0, 0
         self.decode_step_seconds = 0.0
@@ -190,10 +177,6 @@ class Engine:
         queued = QueuedStep(session_ids, tenant_tokens, True, Span.from_message(step.blocks), StepWork(step, b"", None))
         self.scheduler.add(queued, is_bounded=False)
         self._wake.set()
-
-    @property
-    def num_queued_steps(self) -> int:
-        return len(self.scheduler)
 
     def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
         """Runs `command` while no session is computed. Commands run in the order of the calls, before any later step.
@@ -267,14 +250,9 @@ class Engine:
         self.metrics.resent_tokens.inc(sum(row.num_tokens for row in step.rows))
         self._relay.send(following.address, onward_step(step), b"".join(parts))
 
-    @property
-    def launches_inline(self) -> bool:
-        """See `ProcessorUse`."""
-        return self.use.launches_inline
-
     def look(self) -> None:
         """Looks whether iterations make progress. Must be called at even intervals; see `Failures.looked`."""
-        self.failures.looked(self._compute_thread.current or self._launched_number, self.use.most_looks)
+        self.failures.looked(self._compute_thread.current or self._launched_number, self.most_looks)
 
     async def run(self) -> None:
         """Runs iterations for ever."""
@@ -363,7 +341,7 @@ class Engine:
         is_plain_decode = _is_plain_decode(steps)
         is_inline = is_plain_decode and self._is_short(admitted, len(num_seen))
         launched = None
-        if is_plain_decode and self.use.launches_inline and not any(map(_samples_on_cpu, admitted)):
+        if is_plain_decode and self.launches_inline and not any(map(_samples_on_cpu, admitted)):
             launched = self._executor.launch(admitted, steps[0].blocks)
         result = None if launched is None else await self._finished(launched)
         if result is None:
@@ -415,7 +393,7 @@ class Engine:
     def _is_short(self, admitted: Sequence[AdmittedStep], num_rows: int) -> bool:
         """Returns True if a plain decode step is probably short enough to be computed on the event loop."""
         seconds = num_rows * self._row_seconds
-        return 0.0 < seconds < self.use.max_inline_s and not any(map(_samples_on_cpu, admitted))
+        return 0.0 < seconds < self.max_inline_s and not any(map(_samples_on_cpu, admitted))
 
     async def _try_out(self) -> None:
         """Warms up again after an iteration without output, to find out whether the rows were the cause."""

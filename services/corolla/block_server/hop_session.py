@@ -218,6 +218,7 @@ class SessionFacts:
     num_pages: int
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class HopSession(Generic[AnyCache]):
     """One session on this hop.
 
@@ -232,21 +233,15 @@ class HopSession(Generic[AnyCache]):
         last_used_s: the time at which the session was last used.
     """
 
-    __slots__ = (
-        "_state", "cache", "last_used_s", "newest_ring_position", "newest_step_id", "request", "ring", "transfer_id",
-        "version",
-    )  # fmt: skip
-
-    def __init__(self, request: OpenRequest, cache: AnyCache) -> None:
-        self.request = request
-        self.cache = cache
-        self.version = 0
-        self.transfer_id = b""
-        self.newest_step_id = 0
-        self.newest_ring_position = -1
-        self.ring: RingPlace | None = None
-        self.last_used_s = 0.0
-        self._state = SessionState.NEW
+    request: OpenRequest
+    cache: AnyCache
+    version: int = 0
+    transfer_id: bytes = b""
+    newest_step_id: int = 0
+    newest_ring_position: int = -1
+    ring: RingPlace | None = None
+    last_used_s: float = 0.0
+    _state: SessionState = SessionState.NEW
 
     @property
     def state(self) -> SessionState:

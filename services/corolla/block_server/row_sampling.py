@@ -111,20 +111,6 @@ class SessionSampler:
         return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
 
     @property
-    def is_at_last(self) -> bool:
-        """True if the answer ends with the next token, whichever that is."""
-        return self.num_tokens_left <= 1
-
-    @property
-    def prepares_choice(self) -> bool:
-        """True if a thread can prepare a choice: a grammar bars tokens."""
-        return self.sampler.has_grammar
-
-    def prepare_choice(self) -> None:
-        """Prepares the next choice before its logits exist. Any thread may call this, one at a time."""
-        self.sampler.bar_ahead()
-
-    @property
     def is_behind(self) -> bool:
         """Whether the speculator still has to read some of the text before it can draft."""
         return self.speculator is not None and self.speculator.is_behind

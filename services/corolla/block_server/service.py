@@ -13,7 +13,7 @@ import torch
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.drain import Drain
-from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import PART_BYTES, PART_BYTES_OF_GPUS, HandoverSender
@@ -359,10 +359,25 @@ class BlockServer:
         neighbours = Neighbours(self._registration.placement, self._work)
         self._work.start_restartable(neighbours.run, "neighbours")
         new_relay = partial(Relay, self._fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
+        settings, num_threads, on_cpu = self.settings, self._speed.num_threads, is_cpu(self.settings.device)
+        num_sampling_threads = 1
+        if self._span.end == self._checkpoint.num_blocks:
+            # While a GPU computes the blocks, all CPU cores are free for grammars. On a CPU, these use as many threads
+            # as the blocks use.
+            num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
         self.engine = Engine(
             self._runner, self._scheduler, self._sessions, self._outputs, self._peers, new_relay, self._metrics,
-            fail=self._fail, edges=self._edges, use=self._processor_use(neighbours),
+            fail=self._fail, edges=self._edges,
             spans=StepSpans(self.server_id, self.address) if spans.is_collected() else None,
+            # The event loop computes a step only if one thread is enough, since it has no helper threads. On another
+            # device it launches recorded steps, since to launch others takes longer than sockets should wait.
+            max_inline_s=self._max_inline_s if num_threads == 1 and on_cpu else 0.0,
+            launches_inline=bool(self._max_inline_s) and self._runner.decode_graphs is not None,
+            num_sampling_threads=num_sampling_threads,
+            max_microbatches=settings.max_microbatches, num_devices=neighbours.num_devices,
+            compute_thread=self._compute_thread,
+            # A step of a large model may take that long if a CPU computes it.
+            most_looks=0 if on_cpu else _MOST_LOOKS,
         )  # fmt: skip
 
     async def _end_engine(self) -> None:
@@ -529,27 +544,6 @@ class BlockServer:
                 f"the largest step takes {step_bytes >> 20} MiB, and {memory.num_free >> 20} MiB of {device} are free "
                 f"next to weights and pages: {FEWER_PAGES}"
             )
-
-    def _processor_use(self, neighbours: Neighbours) -> ProcessorUse:
-        settings, checkpoint, num_threads = self.settings, self._checkpoint, self._speed.num_threads
-        on_cpu = is_cpu(settings.device)
-        num_sampling_threads = 1
-        if self._span.end == checkpoint.num_blocks:
-            # While a GPU computes the blocks, all CPU cores are free for grammars. On a CPU, these use as many threads
-            # as the blocks use.
-            num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
-        return ProcessorUse(
-            # The event loop computes a step only if one thread is enough, since it has no helper threads. On another
-            # device it launches recorded steps, since to launch others takes longer than sockets should wait.
-            max_inline_s=self._max_inline_s if num_threads == 1 and on_cpu else 0.0,
-            launches_inline=bool(self._max_inline_s) and self._runner.decode_graphs is not None,
-            num_sampling_threads=num_sampling_threads,
-            max_microbatches=settings.max_microbatches,
-            num_devices=neighbours.num_devices,
-            compute_thread=self._compute_thread,
-            # A step of a large model may take that long if a CPU computes it.
-            most_looks=0 if on_cpu else _MOST_LOOKS,
-        )
 
     def _load(self) -> router_pb2.ServerLoad:
         if "engine" not in self.parts.started:

@@ -149,7 +149,7 @@ class BlockServicer:
             page_tokens=pool.page_tokens,
             kv_cache_bytes=pool.num_used * self.store.page_bytes,
             resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
-            num_queued_steps=self.engine.num_queued_steps,
+            num_queued_steps=len(self.engine.scheduler),
             adapters=[version.to_message() for version in self.adapters.versions] if self.adapters else (),
             adapter_bytes=self.adapters.nbytes if self.adapters else 0,
         )
@@ -383,22 +383,24 @@ class BlockServicer:
         self.sessions.end_stream(peer.client_id, None if is_gone else peer.number)
 
 
+@dataclass(eq=False, repr=False)
 class AdminEndpoint:
     """Serves AdminService, through which `corolla drain` makes a block server leave, if it has a port of its own."""
 
-    def __init__(self, host: str, port: int, metrics: RpcMetrics, network: Network) -> None:
+    host: str
+    port: int
+    metrics: RpcMetrics
+    network: Network
+    _rpc: RpcServer | None = None
+
+    def __post_init__(self) -> None:
         self._num_sessions_left: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._host = host
-        self._port = port
-        self._metrics = metrics
-        self._network = network
-        self._rpc: RpcServer | None = None
 
     async def start(self) -> None:
         """Begins to serve. Raises StartupError if the port is taken."""
-        if self._port:
-            self._rpc = self._network.rpc_server(self._host, self._port, self._metrics, with_reflection=False)
-            self._rpc.add(_ADMIN_SERVICE, self._network.service_handler(_ADMIN_SERVICE, self, self._metrics))
+        if self.port:
+            self._rpc = self.network.rpc_server(self.host, self.port, self.metrics, with_reflection=False)
+            self._rpc.add(_ADMIN_SERVICE, self.network.service_handler(_ADMIN_SERVICE, self, self.metrics))
             await self._rpc.start()
             await self._rpc.ready()
 

@@ -70,7 +70,7 @@ def next_rows(admitted: Sequence[AdmittedStep]) -> Sequence[NextRow]:
                 return ()
             position = row.position + row.num_tokens
             has_room = position < session.cache.num_reserved_tokens
-            if not sampler.is_at_last and position < ring.credit_end and has_room:
+            if sampler.num_tokens_left > 1 and position < ring.credit_end and has_room:
                 found.append(NextRow(index, session, session.version, position))
     return found
 

@@ -126,7 +126,7 @@ class UnknownServices(grpc.GenericRpcHandler):
     def __init__(self, known: Container[str], metrics: RpcMetrics) -> None:
         self._known = known
         unknown = Guard("unknown", metrics, None, is_audited=False)
-        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
             _refuse(unknown, "this server does not have the service")
         )
 

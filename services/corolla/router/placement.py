@@ -8,6 +8,7 @@ server takes the blocks with the least throughput.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from corolla.chassis.errors import SpanRefused
@@ -77,11 +78,6 @@ def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
         for block in range(server.span.start, min(server.span.end, num_blocks)):
             per_block[block] += share
     return per_block
-
-
-def uncovered(servers: Iterable[HostedSpan], num_blocks: int) -> list[Span]:
-    """Returns the longest runs of blocks that no server holds, in order."""
-    return _gaps(throughput(servers, num_blocks))
 
 
 def choose_span(
@@ -158,12 +154,10 @@ def share_at(span: Span, num_blocks: int, speed: float, head_blocks: float) -> i
 
 
 def _gaps(per_block: Sequence[int]) -> list[Span]:
-    gaps: list[Span] = []
-    start: int | None = None
-    for block, held in enumerate([*per_block, 1]):
-        if held == 0 and start is None:
-            start = block
-        elif held and start is not None:
-            gaps.append(Span(start, block))
-            start = None
+    """Returns the longest runs of blocks without throughput, in order."""
+    gaps, end = [], 0
+    for is_held, run in groupby(per_block, bool):
+        start, end = end, end + sum(1 for _ in run)
+        if not is_held:
+            gaps.append(Span(start, end))
     return gaps

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -31,6 +31,8 @@ from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
+
+Read = TypeVar("Read")
 
 MOST_ATTEMPTS: Final = 100
 _LONGEST_PAUSE_S: Final = 0.01
@@ -144,11 +146,7 @@ class Registry:
             await self._place(beat.server, Span.from_message(beat.span), lease, workload, replaces=False)
         if not isinstance(reply, bytes):
             return None
-        try:
-            return Span.parse(reply.decode())
-        except ValueError:
-            self._store.skip("order", beat.model, "")
-            return None
+        return self._read("order", beat.model, b"", reply, lambda data: Span.parse(data.decode()))
 
     async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
         """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
@@ -210,21 +208,18 @@ class Registry:
         version, num_blocks, last_change, records, pinned, adapters, removed = await self._store.call(
             "snapshot", model, session_id, self._lease_ms, int(with_adapters)
         )
-        servers = [
-            server
-            for server_id, record in zip(records[::2], records[1::2], strict=True)
-            if (server := self._placed(model, server_id, record)) is not None
-        ]
+        servers = self._read_all("server", model, records, lambda data: check_placed(pb.PlacedServer.FromString(data)))
+        known = self._read_all("adapter", model, adapters, _adapter)
+        gone = self._read_all("adapter", model, [each for key in sorted(removed[::2]) for each in (key, key)], _removed)
         if not num_blocks.isdigit() or len(num_blocks) > 4:
             num_blocks = 0
         # This is at least the number that the servers report, even if the store's number is wrong.
         num_blocks = max([int(num_blocks), *(each.server.num_model_blocks for each in servers)])
         roster = Roster(
             model, int(version), num_blocks, sort_servers(servers), last_change.decode(),
-            tuple(sorted(self._adapters(model, adapters), key=lambda each: each.version.name)),
-            tuple(self._removed_adapters(model, removed)),
+            tuple(sorted(known, key=lambda each: each.version.name)), tuple(gone),
         )  # fmt: skip
-        return roster, self._chain(model, session_id, pinned)
+        return roster, self._read("chain", model, b"", pinned, common_pb2.Chain.FromString) if pinned else None
 
     async def rosters(self) -> AsyncIterator[Roster]:
         """Yields the snapshot of each model, except those that cannot be read."""
@@ -234,12 +229,18 @@ class Registry:
             except InternalError:
                 continue
 
-    def _placed(self, model: str, server_id: bytes, record: bytes) -> pb.PlacedServer | None:
+    def _read(self, kind: str, model: str, name: bytes, data: bytes, read: Callable[[bytes], Read]) -> Read | None:
+        """Reads a record; None if it cannot be read, which is counted."""
         try:
-            return check_placed(pb.PlacedServer.FromString(record))
-        except (DecodeError, InvalidRequest):
-            self._store.skip("server", model, server_id.decode(errors="replace"))
+            return read(data)
+        except (DecodeError, InvalidRequest, ValueError):
+            self._store.skip(kind, model, name.decode(errors="replace"))
             return None
+
+    def _read_all(self, kind: str, model: str, entries: Sequence[bytes], read: Callable[[bytes], Read]) -> list[Read]:
+        """Reads the records that follow their names, except those that cannot be read."""
+        found = [self._read(kind, model, *each, read) for each in zip(entries[::2], entries[1::2], strict=True)]
+        return [each for each in found if each is not None]
 
     async def add_adapter(self, model: str, adapter: pb.RegisteredAdapter) -> None:
         """Registers an adapter; it replaces one with the same name and other bytes.
@@ -271,28 +272,6 @@ class Registry:
         if await self._store.call("remove_adapter", model, name) != 1:
             raise AdapterNotFound("the adapter is not registered", name)
 
-    def _adapters(self, model: str, entries: Sequence[bytes]) -> Iterator[pb.RegisteredAdapter]:
-        for name, entry in zip(entries[::2], entries[1::2], strict=True):
-            try:
-                yield check(pb.RegisteredAdapter.FromString(entry[_DIGEST_CHARS:]))
-            except (DecodeError, InvalidRequest):
-                self._store.skip("adapter", model, name.decode(errors="replace"))
-
-    def _removed_adapters(self, model: str, entries: Sequence[bytes]) -> Iterator[common_pb2.AdapterVersion]:
-        for entry in sorted(entries[::2]):
-            name, _, digest = entry.decode(errors="replace").partition(" ")
-            try:
-                yield AdapterVersion(name, digest).to_message()
-            except ValueError:
-                self._store.skip("adapter", model, name)
-
-    def _chain(self, model: str, session_id: str, pinned: bytes | None) -> common_pb2.Chain | None:
-        try:
-            return common_pb2.Chain.FromString(pinned) if pinned else None
-        except DecodeError:
-            self._store.skip("chain", model, "")
-            return None
-
     async def wait_for_change(self, roster: Roster, wait_s: float) -> None:
         """Returns once the placement differs from `roster`, or after `wait_s`; does not notice an expired lease."""
         await self._store.wait_for_change(roster.model, roster.last_change, wait_s)
@@ -305,6 +284,15 @@ class Registry:
         await self._store.forget_model(model)
         if (await self.snapshot(model)).is_known:
             await self._store.remember_model(model)
+
+
+def _adapter(entry: bytes) -> pb.RegisteredAdapter:
+    return check(pb.RegisteredAdapter.FromString(entry[_DIGEST_CHARS:]))
+
+
+def _removed(entry: bytes) -> common_pb2.AdapterVersion:
+    name, _, digest = entry.decode(errors="replace").partition(" ")
+    return AdapterVersion(name, digest).to_message()
 
 
 def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -> Span:

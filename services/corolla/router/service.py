@@ -1,8 +1,10 @@
-"""The router as a table of its parts, in the order in which they start."""
+"""The router as a table of its parts, in the order in which they start, and what orders block servers to move."""
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from corolla.chassis.audit import Caller
@@ -16,8 +18,9 @@ from corolla.router.cluster.connection import ClusterConnection
 from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
 from corolla.router.metrics import RouterMetrics
 from corolla.router.quotas import Quotas
-from corolla.router.rebalancer import Rebalancer
+from corolla.router.rebalancing import Member, Move, next_move
 from corolla.router.registry import Registry
+from corolla.router.roster import Roster
 from corolla.router.servicer import RouterServicer
 from corolla.router.sessions import SessionBounds, SessionRecords
 from corolla.router.settings import RouterSettings
@@ -32,6 +35,54 @@ from corolla.wire.network import Network
 log = logging.getLogger(__name__)
 
 _SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
+
+
+_Advice = tuple[Sequence[Member], Move | None]
+
+
+@dataclass(eq=False, repr=False)
+class Rebalancer:
+    """Orders moves. Each router decides by itself; the store accepts an order only when no move is under way.
+
+    Args:
+        min_gain: The fraction by which a move must make the slowest block faster.
+    """
+
+    registry: Registry
+    metrics: RouterMetrics
+    min_gain: float
+    intervals: RouterIntervals
+    # The members and the best move at the last look, by model and fingerprint.
+    _advice: dict[tuple[str, str], _Advice] = field(init=False, default_factory=dict)
+
+    async def run(self) -> None:
+        """Looks at the placements of all models again and again, for ever."""
+        while True:
+            try:
+                async for roster in self.registry.rosters():
+                    await self._look(roster)
+            except CorollaError:
+                self._advice.clear()
+            await asyncio.sleep(self.intervals.settle_s)
+
+    async def _look(self, roster: Roster) -> None:
+        """Orders a model's best move if it was also the best one at the last look."""
+        groups = roster.members() if roster.is_settled else {}
+        for key in [key for key in self._advice if key[0] == roster.model and key[1] not in groups]:
+            del self._advice[key]
+        for fingerprint, members in groups.items():
+            key = (roster.model, fingerprint)
+            before, advised = self._advice.get(key, ((), None))
+            if members == before:
+                move = advised
+            else:
+                move = await asyncio.to_thread(next_move, members, roster.num_blocks, min_gain=self.min_gain)
+            self._advice[key] = (members, move)
+            pause_ms = round(self.intervals.between_moves_s * 1000)
+            if move is not None and move == advised and await self.registry.order(roster, move, pause_ms):
+                self.metrics.move_ordered(roster.model, covers=move.covers)
+                log.info("a block server moves", extra={"model": roster.model, "to": str(move.span)})
+                return
 
 
 class RouterProcess:

@@ -13,7 +13,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.engine import Engine, ProcessorUse, moved
+from corolla.block_server.engine import Engine, moved
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer, PeerTable
@@ -63,7 +63,7 @@ async def test_a_device_that_hangs_is_noticed(runner: SpanRunner) -> None:
     engine = Engine(
         FaultyRunner(runner, before=hang), Scheduler(8, 8), sessions, BoundaryActivations(0), peers,
         partial(Relay, "", peers), BlockServerMetrics(CollectorRegistry()), fail=has_given_up.set,
-        use=ProcessorUse(most_looks=3),
+        most_looks=3,
     )  # fmt: skip
     sessions.open(REQUEST, engine.clock())
     hidden = torch.zeros(1, runner.model.hidden_size)
@@ -118,7 +118,7 @@ async def test_the_event_loop_serves_sockets_while_a_launched_step_runs_and_noti
     engine = Engine(
         slow, Scheduler(8, 8), sessions, BoundaryActivations(0), peers, partial(Relay, "", peers),
         BlockServerMetrics(CollectorRegistry()), fail=has_given_up.set,
-        use=ProcessorUse(most_looks=3, launches_inline=True),
+        most_looks=3, launches_inline=True,
     )  # fmt: skip
     cache = sessions.open(REQUEST, engine.clock()).cache
     running = asyncio.create_task(engine.run())

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from corolla.block_server.boundary_activations import BoundaryActivations
-from corolla.block_server.engine import Engine, ProcessorUse
+from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import HopSession, OpenRequest, RingPlace
@@ -154,7 +154,7 @@ class Server:
         self.engine = Engine(
             runner, Scheduler(64, 64), sessions, outputs, peers, partial(Relay, "", peers), metrics,
             fail=lambda: None, edges=model.edges,
-            use=ProcessorUse(launches_head_early=True, compute_thread=compute_thread),
+            launches_head_early=True, compute_thread=compute_thread,
         )  # fmt: skip
         identity = Identity(
             server_id="s", span=WHOLE, model="m", fingerprint="", dtype_name="float32", dtype=pb.TENSOR_TYPE_FLOAT32,

@@ -9,8 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import SpanRefused
-from corolla.router.placement import HostedSpan, WeightMemory, choose_span, throughput, uncovered
-from corolla.wire.span import Span
+from corolla.router.placement import HostedSpan, WeightMemory, choose_span, throughput
+from corolla.wire.span import Span, gaps
 
 HEADS = st.sampled_from([0.0, 0.0, 0.4, 3.0, 20.0])
 
@@ -56,10 +56,10 @@ def test_throughput_is_the_sum_of_the_servers_shares(cluster: tuple[list[HostedS
             if each.span.start <= block < each.span.end
         ]
         assert abs(Fraction(held, 1_000_000) - sum(shares)) <= Fraction(len(shares), 1_000_000)
-    gaps = uncovered(servers, num_blocks)
-    in_gaps = [block for gap in gaps for block in range(gap.start, gap.end)]
+    missing = gaps([each.span for each in servers], Span(0, num_blocks))
+    in_gaps = [block for gap in missing for block in range(gap.start, gap.end)]
     assert in_gaps == [block for block, held in enumerate(throughput(servers, num_blocks)) if held == 0]
-    assert all(left.end < right.start for left, right in itertools.pairwise(gaps))
+    assert all(left.end < right.start for left, right in itertools.pairwise(missing))
 
 
 @given(
@@ -74,7 +74,7 @@ def test_joining_servers_cover_as_soon_as_their_capacities_suffice(
         span = choose_span(servers, num_blocks, capacity, speed, head_blocks)
         servers.append(HostedSpan(span, speed, head_blocks))
         total += capacity
-        assert sum(map(len, uncovered(servers, num_blocks))) == max(0, num_blocks - total)
+        assert sum(map(len, gaps([each.span for each in servers], Span(0, num_blocks)))) == max(0, num_blocks - total)
 
 
 MEMORIES = st.builds(
@@ -117,7 +117,7 @@ def test_equal_servers_cover_as_soon_as_their_memory_suffices(num_blocks: int, m
     for _ in range(num_needed):
         span = choose_span(servers, num_blocks, num_blocks, 10.0, memory.edge_blocks, memory)
         servers.append(HostedSpan(span, 10.0, memory.edge_blocks))
-    assert uncovered(servers, num_blocks) == []
+    assert gaps([each.span for each in servers], Span(0, num_blocks)) == []
 
 
 def test_weights_that_lie_at_both_ends_count_once_where_they_are_tied() -> None:
