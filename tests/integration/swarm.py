@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import pytest
 import pytest_asyncio
-from corolla.block_server.handover.link import HandoverLink
 from pydantic import SecretStr
 from redis.asyncio import Redis
 
+from corolla.block_server.handover.sender import HandoverLink
 from corolla.block_server.invariants import Violation
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings

@@ -10,9 +10,9 @@ from corolla import Client
 from corolla.cli.control_channel import router_stub
 from corolla.compute.speed import measure_speed
 from corolla.models.checkpoint import Checkpoint
-from corolla.router.placement import HostedSpan, WeightMemory, choose_span, uncovered
+from corolla.router.placement import HostedSpan, WeightMemory, choose_span
 from corolla.v1 import router_pb2
-from corolla.wire.span import Span
+from corolla.wire.span import Span, gaps
 from tests.gemma import gemma_checkpoint, unpacked_gemma
 from tests.golden import SAFE_GAP
 from tests.integration.running_up import RunningUp
@@ -66,6 +66,6 @@ def test_auto_gives_the_server_of_the_head_fewer_blocks() -> None:
     for _ in range(3):
         span = choose_span(servers, 18, 18, 1.0, speed.head_blocks, memory)
         servers.append(HostedSpan(span, 1.0, speed.head_blocks))
-    assert uncovered(servers, 18) == []
+    assert gaps([each.span for each in servers], Span(0, 18)) == []
     first, within, last = sorted((each.span for each in servers), key=lambda span: span.start)
     assert max(len(first), len(last)) <= 5 < len(within)
