@@ -38,11 +38,11 @@ def test_the_picture_shows_each_state() -> None:
 
 
 def test_one_line_of_the_code_changes_a_state() -> None:
-    """And one makes it."""
+    """It begins with the default of its field."""
     written = [
         identify(path)
         for path in own_modules(PACKAGE / "block_server")
         for node in walk(path)
         if isinstance(node, ast.Attribute) and node.attr == "_state" and isinstance(node.ctx, ast.Store)
     ]
-    assert written == ["services/corolla/block_server/hop_session.py"] * 2
+    assert written == ["services/corolla/block_server/hop_session.py"]

@@ -241,7 +241,7 @@ class HopSession(Generic[AnyCache]):
     newest_ring_position: int = -1
     ring: RingPlace | None = None
     last_used_s: float = 0.0
-    _state: SessionState = SessionState.NEW
+    _state: SessionState = field(init=False, default=SessionState.NEW)
 
     @property
     def state(self) -> SessionState:
