@@ -12,15 +12,13 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 5.0
 
-adapters = typer.Typer(help="Registers, lists and removes adapters (LoRA) of a model.", no_args_is_help=True)
+adapters = typer.Typer(
+    name="adapters", help="Registers, lists and removes adapters (LoRA) of a model.", no_args_is_help=True
+)
 
 Name = Annotated[str, typer.Argument(help="Name for requests, as `adapter` or `<model>:<name>`.")]
 Router = Annotated[str, typer.Option(help="host:port of the router.", envvar="COROLLA_ROUTER")]
 ModelName = Annotated[str, typer.Option(help="The model; needed only if there are several.")]
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(adapters, name="adapters", rich_help_panel="More")
 
 
 @adapters.command()

@@ -23,12 +23,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-stack_commands.add_to(app)
-ask_commands.add_to(app)
-service_commands.add_to(app)
-key_commands.add_to(app)
-kernel_commands.add_to(app)
-adapter_commands.add_to(app)
+for panel, epilog, commands in (
+    ("Run a whole stack", None, (stack_commands.up, stack_commands.demo, stack_commands.plan)),
+    ("Ask a model", None, (ask_commands.generate, ask_commands.chat, ask_commands.status, ask_commands.bench)),
+    (
+        "Run one service", service_commands.REST,
+        (service_commands.router, service_commands.block_server, service_commands.client),
+    ),
+    ("Run one service", None, (service_commands.drain,)),
+):  # fmt: skip
+    for command in commands:
+        app.command(rich_help_panel=panel, epilog=epilog)(command)
+for group in (key_commands.keys, kernel_commands.kernels, adapter_commands.adapters):
+    app.add_typer(group, rich_help_panel="More")
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,14 +6,7 @@ import typer
 
 from corolla.cli import ask_options as ask
 
-_PANEL = "Ask a model"
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
-def add_to(app: typer.Typer) -> None:
-    for command in (generate, chat, status, bench):
-        app.command(rich_help_panel=_PANEL)(command)
 
 
 @ask.takes_options

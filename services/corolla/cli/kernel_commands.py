@@ -6,11 +6,7 @@ from typing import Annotated, get_args
 
 import typer
 
-kernels = typer.Typer(help="Compiles kernels for GPUs before a server starts.", no_args_is_help=True)
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(kernels, name="kernels", rich_help_panel="More")
+kernels = typer.Typer(name="kernels", help="Compiles kernels for GPUs before a server starts.", no_args_is_help=True)
 
 
 @kernels.command()

@@ -12,13 +12,9 @@ import typer
 if TYPE_CHECKING:
     from corolla.client.api.keys import KeyTable
 
-keys = typer.Typer(help="Makes, lists and revokes callers' keys in a file.", no_args_is_help=True)
+keys = typer.Typer(name="keys", help="Makes, lists and revokes callers' keys in a file.", no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The file that COROLLA_API_KEYS_FILE names.")]
-
-
-def add_to(app: typer.Typer) -> None:
-    app.add_typer(keys, name="keys", rich_help_panel="More")
 
 
 @keys.command()

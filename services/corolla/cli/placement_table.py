@@ -74,10 +74,8 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
             f"{load.decode_step_seconds * 1000:.1f} ms" if load.decode_step_seconds else "",
         )
     lines = _grouped(placement, "dtype", lambda placed: placed.server.dtype)
-    if any(placed.load.numerics for placed in placement.servers):
-        lines += _grouped(placement, "numerics", lambda placed: placed.load.numerics[:_NUMERICS_CHARS] or "not known")
-    if any(placed.load.kernels for placed in placement.servers):
-        lines += _grouped(placement, "kernels", lambda placed: placed.load.kernels or "not known")
+    lines += _grouped(placement, "numerics", lambda placed: placed.load.numerics[:_NUMERICS_CHARS])
+    lines += _grouped(placement, "kernels", lambda placed: placed.load.kernels)
     return Group(table, _coverage(placement), *lines)
 
 
@@ -129,7 +127,9 @@ def _grouped(
     """The lines about a fact: one line if it is the same of all servers, else one for each value with its servers."""
     addresses: dict[str, list[str]] = {}
     for placed in _in_order(placement):
-        addresses.setdefault(fact_of(placed), []).append(placed.server.address)
+        addresses.setdefault(fact_of(placed) or "not known", []).append(placed.server.address)
+    if addresses.keys() == {"not known"}:
+        return []
     if len(addresses) == 1:
         return [Text.assemble((f"{heading:9}", "dim"), fact) for fact in addresses]
     return [

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-_PANEL = "Run one service"
 _PORT: dict[str, Any] = {"min": 0, "max": 65535, "metavar": "PORT"}
 
 
@@ -31,14 +30,7 @@ Quantization = Annotated[str | None, _option("Quantisation of the block servers'
 Threads = Annotated[int | None, _option("Torch threads.")]
 Device = Annotated[str | None, _option("cpu, cuda or cuda:1.")]
 
-_REST = "Set everything else with COROLLA_... variables; --settings lists them all."
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("router", rich_help_panel=_PANEL, epilog=_REST)(router)
-    app.command("block-server", rich_help_panel=_PANEL, epilog=_REST)(block_server)
-    app.command("client", rich_help_panel=_PANEL, epilog=_REST)(client)
-    app.command("drain", rich_help_panel=_PANEL)(drain)
+REST = "Set everything else with COROLLA_... variables; --settings lists them all."
 
 
 def router(

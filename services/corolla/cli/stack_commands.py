@@ -7,7 +7,6 @@ import typer
 
 from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName, full_dtype_name
 
-_PANEL = "Run a whole stack"
 _MAX_DEFAULT_THREADS = 8
 
 DtypeOption = Literal["float32", "fp32", "bfloat16", "bf16", "float16", "fp16"]
@@ -19,12 +18,6 @@ Threads = Annotated[
 LogFolder = Annotated[
     Path | None, typer.Option(help="Folder for the log files; a new one if not given.", show_default=False)
 ]
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command(rich_help_panel=_PANEL)(up)
-    app.command(rich_help_panel=_PANEL)(demo)
-    app.command(rich_help_panel=_PANEL)(plan)
 
 
 def up(

@@ -340,9 +340,7 @@ def choice_of(choice: AnyChoice) -> pb.ToolChoice | None:
             raise InvalidRequest("tool_choice.type", "must be for functions, since this service knows no other tools")
         case NamedTool(function=FunctionName(name=name)) | FunctionName(name=name):
             return pb.ToolChoice(mode=pb.ToolChoice.MODE_NAMED, name=name)
-        case AllowedTools(mode=mode):
-            pass
-        case mode:
+        case AllowedTools(mode=mode) | mode:
             pass
     return pb.ToolChoice(mode=pb.ToolChoice.Mode.Value(f"MODE_{(mode or 'auto').upper()}"))
 

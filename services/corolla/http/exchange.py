@@ -340,9 +340,7 @@ class Exchange:
         """Drops the rest of a refused request for up to a second: a caller cut off while sending may miss the reply."""
         if "expect" in self.headers:
             return
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 while (message := await self.request.receive())["type"] == "http.request" and message.get("more_body"):
                     pass
-        except TimeoutError:
-            pass

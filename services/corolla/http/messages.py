@@ -80,7 +80,7 @@ class ToolReferenceBlock(Fields):
     """A tool that a search found. The model gets its name."""
 
     type: Literal["tool_reference"]
-    tool_name: str
+    text: str = Field(alias="tool_name")
 
 
 class MediaBlock(Fields):
@@ -96,13 +96,6 @@ class MediaBlock(Fields):
 ResultBlock = Annotated[TextBlock | ToolReferenceBlock | MediaBlock, Field(discriminator="type")]
 
 
-def _spoken(block: ResultBlock) -> str:
-    match block:
-        case TextBlock(text=text) | ToolReferenceBlock(tool_name=text):
-            return text
-    return ""
-
-
 class ToolResultBlock(Fields):
     """The result of a call."""
 
@@ -115,7 +108,7 @@ class ToolResultBlock(Fields):
     def texts(self) -> list[str]:
         """Its texts, as the model reads them."""
         given = self.content or ""
-        texts = [given] if isinstance(given, str) else [_spoken(each) for each in given]
+        texts = [given] if isinstance(given, str) else [each.text for each in given if not isinstance(each, MediaBlock)]
         texts = texts or [""]
         return [_ERROR + texts[0], *texts[1:]] if self.is_error else texts
 

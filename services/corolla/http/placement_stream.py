@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from typing import Final
 
 from corolla.chassis.errors import QueueFull, ServiceStopping
@@ -69,7 +70,9 @@ class PlacementStream:
                 elif clock() - sent_s >= _SILENCE_S:
                     sent_s = clock()
                     yield _STILL_THERE
-                await self._wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(INTERVAL_S):
+                        await self._closed.wait()
         finally:
             self._watchers[caller.tenant] -= 1
             self._watchers += Counter()  # removes tenants without watchers
@@ -80,10 +83,3 @@ class PlacementStream:
             self._event = b"data: " + self._describe().model_dump_json().encode() + b"\n\n"
             self._described_s = now_s
         return self._event
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(INTERVAL_S):
-                await self._closed.wait()
-        except TimeoutError:
-            pass
