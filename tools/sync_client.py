@@ -1,7 +1,7 @@
 """Writes the blocking Python client from the one for asyncio: `python tools/sync_client.py services/corolla/sdk`.
 
 The source is `async_client.py`. Words are replaced and `async` and `await` left out, as httpcore's `unasync.py` does;
-what differs for other reasons stands in `streams.py` and `transport.py`, by hand.
+what differs for other reasons stands in `transport.py`, by hand.
 """
 
 import re
@@ -21,9 +21,12 @@ REPLACED = (
     (r"\(await (self\._client\.create_session\([\w.]+\))\)", r"\1"),
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
-    (r"__a(enter|exit)__", r"__\1__"),
+    (r"__a(enter|exit|iter|next)__", r"__\1__"),
+    (r"\bStopAsyncIteration\b", "StopIteration"),
+    (r"\bAsyncIterator\b", "Iterator"),
+    (r"Cancels the call if it still runs\.", "Cancels the call if it still runs. May be called from any thread."),
     (r"\bAsync(Client|Session|Chat|Stream|ApiKey)\b", r"\1"),
-    (r"\basync_(begun|called|call_metadata)\b", r"\1"),
+    (r"\basync_(begun|called|call_metadata|read)\b", r"\1"),
     (r"from grpc import aio\n", ""),
     (r"\baio\.", "grpc."),
     (r"import asyncio\n", "import threading\n"),

@@ -21,8 +21,7 @@ from corolla.chassis.errors import CorollaError
 from corolla.client.transcripts import Turn
 from corolla.local.ports import Ports
 from corolla.router.settings import RouterSettings
-from corolla.sdk.async_client import AsyncClient
-from corolla.sdk.streams import AsyncStream
+from corolla.sdk.async_client import AsyncClient, AsyncStream
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until

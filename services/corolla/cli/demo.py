@@ -17,9 +17,8 @@ from corolla.cli.placement_table import placement_table
 from corolla.cli.stack_console import StackConsole
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
-from corolla.sdk.client import Client
+from corolla.sdk.client import Client, Stream
 from corolla.sdk.results import Usage
-from corolla.sdk.streams import Stream
 
 _PROMPT = "Once upon a time, in a small village by the sea,"
 _QUESTIONS = ("What is the capital of France? Answer in one sentence.", "And of Italy?")

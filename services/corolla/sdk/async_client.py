@@ -1,8 +1,9 @@
 """The Python client for asyncio."""
 
 import asyncio
+import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -11,18 +12,82 @@ from google.protobuf.message import Message as ProtoMessage
 from grpc import aio
 
 from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.chassis.ignored_places import ignored_places
 from corolla.sdk import requests, responses
+from corolla.sdk.answer import Answer
 from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.messages import AnyMessage
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptions
-from corolla.sdk.results import Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
-from corolla.sdk.streams import AsyncStream
+from corolla.sdk.results import Chunk, Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.tools import AnyTool
-from corolla.sdk.transport import CHANNEL_OPTIONS, AsyncApiKey, async_begun, async_call_metadata, async_called, error_of
+from corolla.sdk.transport import (
+    CHANNEL_OPTIONS,
+    AsyncApiKey,
+    async_begun,
+    async_call_metadata,
+    async_called,
+    async_read,
+    error_of,
+)
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
 Answered = TypeVar("Answered", bound=ProtoMessage)
+
+
+class AsyncStream(Answer):
+    """Iterates over `Chunk`s. `text`, `token_ids`, `completions`, `finish_reason` and `usage` hold the answer so far.
+
+    Leaving its context, or `close()`, cancels an unfinished answer and frees its KV cache, and so does an exception
+    while it waits for a chunk. Iterating raises the errors of `corolla.chassis.errors`.
+
+    Args:
+        call: the call, or a coroutine that starts and returns it; the first read of a chunk awaits the coroutine.
+    """
+
+    def __init__(self, call: Any, address: str) -> None:
+        super().__init__()
+        self._call = call
+        self._address = address
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            if inspect.iscoroutine(self._call):
+                self._call = await self._call
+            message = await async_read(self._call)
+        except grpc.RpcError as failure:
+            if self._closed:
+                raise StopAsyncIteration from None
+            self._closed = True
+            raise error_of(failure, self._address) from None
+        except BaseException:
+            self._closed = True
+            raise
+        if message is None:
+            self._closed = True
+            self.ignored = ignored_places(await self._call.trailing_metadata())
+            raise StopAsyncIteration
+        return self._add(message)
+
+    def close(self) -> None:
+        """Cancels the call if it still runs."""
+        self._closed = True
+        if inspect.iscoroutine(self._call):
+            self._call.close()
+        else:
+            self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_failure: object) -> None:
+        self.close()
 
 
 class AsyncClient:

@@ -2,9 +2,10 @@
 
 # Written by tools/sync_client.py from async_client.py; change that, then run `make sync-client`.
 
+import inspect
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -12,18 +13,82 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 
 from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.chassis.ignored_places import ignored_places
 from corolla.sdk import requests, responses
+from corolla.sdk.answer import Answer
 from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
 from corolla.sdk.messages import AnyMessage
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptions
-from corolla.sdk.results import Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
-from corolla.sdk.streams import Stream
+from corolla.sdk.results import Chunk, Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.tools import AnyTool
-from corolla.sdk.transport import CHANNEL_OPTIONS, ApiKey, begun, call_metadata, called, error_of
+from corolla.sdk.transport import (
+    CHANNEL_OPTIONS,
+    ApiKey,
+    begun,
+    call_metadata,
+    called,
+    error_of,
+    read,
+)
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
 Answered = TypeVar("Answered", bound=ProtoMessage)
+
+
+class Stream(Answer):
+    """Iterates over `Chunk`s. `text`, `token_ids`, `completions`, `finish_reason` and `usage` hold the answer so far.
+
+    Leaving its context, or `close()`, cancels an unfinished answer and frees its KV cache, and so does an exception
+    while it waits for a chunk. Iterating raises the errors of `corolla.chassis.errors`.
+
+    Args:
+        call: the call, or a coroutine that starts and returns it; the first read of a chunk awaits the coroutine.
+    """
+
+    def __init__(self, call: Any, address: str) -> None:
+        super().__init__()
+        self._call = call
+        self._address = address
+        self._closed = False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        if self._closed:
+            raise StopIteration
+        try:
+            if inspect.iscoroutine(self._call):
+                self._call = self._call
+            message = read(self._call)
+        except grpc.RpcError as failure:
+            if self._closed:
+                raise StopIteration from None
+            self._closed = True
+            raise error_of(failure, self._address) from None
+        except BaseException:
+            self._closed = True
+            raise
+        if message is None:
+            self._closed = True
+            self.ignored = ignored_places(self._call.trailing_metadata())
+            raise StopIteration
+        return self._add(message)
+
+    def close(self) -> None:
+        """Cancels the call if it still runs. May be called from any thread."""
+        self._closed = True
+        if inspect.iscoroutine(self._call):
+            self._call.close()
+        else:
+            self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_failure: object) -> None:
+        self.close()
 
 
 class Client:

@@ -1,5 +1,6 @@
 """The connection to a client service: channel options, keys, and the classes of `corolla.chassis.errors`."""
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -61,6 +62,24 @@ async def async_called(method: Callable[..., Any], request: Any, **options: Any)
     """Does the same as `called`, for asyncio."""
     call = method(request, **options)
     return await call, ignored_places(await call.trailing_metadata())
+
+
+def read(call: Any) -> Any:
+    """Returns the next message of a stream; None at its end."""
+    return next(call, None)
+
+
+async def async_read(call: Any) -> Any:
+    """Does the same as `read`, for asyncio. Raises StopAsyncIteration if other code has closed the stream."""
+    try:
+        message = await call.read()
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # This task was not cancelled, so its iteration just ends.
+        raise StopAsyncIteration from None
+    return None if message is grpc.aio.EOF else message
 
 
 def begun(method: Callable[..., Any], api_key: ApiKey) -> Any:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from corolla import AsyncClient, errors
+from corolla.sdk.async_client import AsyncStream
 from corolla.sdk.results import Chunk
-from corolla.sdk.streams import AsyncStream
 from tests.generation_server import API_KEY, GenerationServer
 
 
