@@ -5,6 +5,7 @@ and for whole numbers that are 1 or that 16 divides. A caller would wait for tha
 Launches of one kind, for which a variant asks Triton once, have one key.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute import kernel_build
 from corolla.compute.base import RowWork
 from corolla.compute.span_runner import SpanRunner
@@ -142,7 +144,9 @@ def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
                 cache.reserve(size + 1)
             hidden = torch.zeros(sum(parts), span.hidden_size)
             rows = [RowWork(cache, 0, size, adapter=adapter) for cache, size in zip(caches, parts, strict=True)]
-            runner.forward(rows, hidden, blocks)
+            # Kernels that do not run leave what memory held, and that may be no number.
+            with contextlib.suppress(NonFiniteOutput):
+                runner.forward(rows, hidden, blocks)
             for cache in caches:
                 cache.clear()
     served, keys.found = keys.found, set()

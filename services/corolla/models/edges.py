@@ -74,8 +74,6 @@ class Edges:
         self._dtype = dtype
         self._models = [model for model in (embedding_model, head_model) if model is not None]
         self._embedding_model = embedding_model
-        if embedding_model is not None:
-            embedding_model.config._attn_implementation = _WITHOUT_MASKS
         self._head_model = head_model
         self._embedding_path = family.embedding
         self._embedding = None if embedding_model is None else embedding_model.get_submodule(family.embedding)
@@ -84,6 +82,9 @@ class Edges:
         self.is_lookup = not (
             family.learned_positions or family.bypassed or family.unit_scalars or family.unit_settings
         )
+        # Given embeddings go through every base model, and mpt's fails without a mask.
+        if embedding_model is not None and not self.is_lookup:
+            embedding_model.config._attn_implementation = _WITHOUT_MASKS
 
     @property
     def config(self) -> PretrainedConfig:
