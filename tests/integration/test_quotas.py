@@ -330,7 +330,7 @@ async def enforcer(address: str, tmp_path: Path, lease_s: float = 60.0, **limits
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await enforcer.close()
+        await enforcer.settle()
         await control.close()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from corolla.chain.identity import SessionIdentity
@@ -51,21 +51,20 @@ class Handovers:
 
     async def is_disconnected(self, address: str) -> bool:
         """The stream to a server is broken, or breaks within a fraction of a second."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_MOMENT_S):
-                while address not in self._gone:
-                    await self._news.wait()
+        await self._wait(lambda: address in self._gone, _MOMENT_S)
         return address in self._gone
 
     async def wait_until_settled(self, address: str, identities: Iterable[SessionIdentity]) -> None:
         """Waits, for a few seconds at most, until the hop has reported the outcome for all these sessions."""
         waiting = {(identity.session_id, address) for identity in identities}
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                while not waiting <= self._notices.keys() and address not in self._gone:
+        # A server that stays silent is busy or gone: the sessions recover elsewhere.
+        await self._wait(lambda: waiting <= self._notices.keys() or address in self._gone, _PATIENCE_S)
+
+    async def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_so():
                     await self._news.wait()
-        except TimeoutError:
-            return  # the server is busy or gone: the sessions recover elsewhere
 
     def affect(self, chain: common_pb2.Chain, identities: Iterable[SessionIdentity]) -> bool:
         """A hop of the chain handed one of these sessions over."""

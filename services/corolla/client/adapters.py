@@ -95,9 +95,9 @@ class ModelNames:
         """The names of the adapters that a tenant may use."""
         return self._placement.adapters_for(tenant)
 
-    def described(self, model: pb.Model, adapter: str) -> pb.Model:
-        """The description of the model with an adapter, as the API shows it."""
+    def described(self, model: pb.Model, adapter: str = "", name: str = "") -> pb.Model:
+        """The description of the model with an adapter, or by another name, as the API shows it."""
         described = pb.Model(adapter=adapter)
         described.MergeFrom(model)
-        described.name = self.with_adapter(adapter)
+        described.name = name or self.with_adapter(adapter)
         return described

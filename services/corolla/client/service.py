@@ -282,7 +282,8 @@ class ClientService:
     async def _disconnect_router(self) -> None:
         # Tasks that ask the router end first.
         await self._tasks.close()
-        await self._quotas.close()
+        # Gives back the quotas of requests that have just ended.
+        await self._quotas.settle()
         await self._control.close()
 
     def _make_plane(self) -> None:

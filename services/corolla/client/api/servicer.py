@@ -389,10 +389,7 @@ class GenerationServicer:
     async def ListModels(self, request: pb.ListModelsRequest, call: Call[KeyHolder]) -> pb.ListModelsResponse:
         model = self._described_model()
         adapters = self.names.listed(call.caller.tenant)
-        aliases = [pb.Model() for _ in self.names.listed_names[1:]]
-        for alias, name in zip(aliases, self.names.listed_names[1:], strict=True):
-            alias.MergeFrom(model)
-            alias.name = name
+        aliases = (self.names.described(model, name=name) for name in self.names.listed_names[1:])
         described = (self.names.described(model, each) for each in adapters)
         return pb.ListModelsResponse(models=[model, *aliases, *described])
 
@@ -445,16 +442,16 @@ class GenerationServicer:
         """
         limits = self.quotas.limits(call.caller.tenant)
         usage = pb.Usage()
+        name = "" if isinstance(message, _WITHOUT_NAME) else message.request_id
+        named = {"request_id": name} if REQUEST_ID.fullmatch(name) else {}
         call.describe(
             lambda: {
                 "prompt_tokens": usage.prompt_tokens,
                 "generated_tokens": usage.completion_tokens,
                 "recoveries": usage.recoveries,
+                **named,
             }
         )
-        name = "" if isinstance(message, _WITHOUT_NAME) else message.request_id
-        if REQUEST_ID.fullmatch(name):
-            call.describe(lambda: {"request_id": name})
         adapter = self.names.adapter_of(message.model, message.adapter)
         tenant = self._tenant(call, scope, adapter)
         seconds_left, until_s = call.context.time_remaining(), math.inf

@@ -205,10 +205,6 @@ class QuotaEnforcer:
         for each in renewed:
             each.renewed_s = now_s
 
-    async def close(self) -> None:
-        """Gives back the quotas of requests that have just ended."""
-        await self.settle()
-
     # --- one take -------------------------------------------------------------------------------------------------
 
     async def take(
