@@ -56,12 +56,7 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
-_GRANITE = {
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 2.0,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.3,
-}
+_GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 _DELTA_RULE = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -114,14 +109,7 @@ _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "slidin
 _RECURRENT_KINDS: Mapping[str, str] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv"),
     **dict.fromkeys(
-        (
-            "granitemoehybrid",
-            "kimi_linear",
-            "olmo_hybrid",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_next",
-        ),
+        ("granitemoehybrid", "kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         "linear_attention",
     ),
 }
@@ -177,11 +165,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {**_EXPERTS, "clip_qkv": 2.0},
     "cohere": {"logit_scale": 0.5, "use_qk_norm": True},
     "granitemoe": {**_GRANITE, **_LOCAL_EXPERTS},
-    "granitemoeshared": {
-        **_GRANITE,
-        **_LOCAL_EXPERTS,
-        "shared_intermediate_size": 48,
-    },
+    "granitemoeshared": {**_GRANITE, **_LOCAL_EXPERTS, "shared_intermediate_size": 48},
     "arcee": _HEAD_SIZE,
     "seed_oss": _HEAD_SIZE,
     "ernie4_5": {**_HEAD_SIZE, "use_bias": True},
@@ -241,19 +225,8 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         "prefix_dense_intermediate_size": 64,
         "intermediate_size": 32,
     },
-    "afmoe": {
-        **_HEAD_SIZE,
-        **_EXPERTS,
-        **_WINDOW,
-        "mup_enabled": True,
-        "num_shared_experts": 1,
-    },
-    "mellum": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        **_LOCAL_EXPERTS,
-        "moe_intermediate_size": 32,
-    },
+    "afmoe": {**_HEAD_SIZE, **_EXPERTS, **_WINDOW, "mup_enabled": True, "num_shared_experts": 1},
+    "mellum": {**_HEAD_SIZE, **_WINDOW, **_LOCAL_EXPERTS, "moe_intermediate_size": 32},
     "kolibri1": {
         **_HEAD_SIZE,
         **_WINDOW,
@@ -261,17 +234,8 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 48,
     },
-    "laguna": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 48,
-    },
-    "jetmoe": {
-        "num_key_value_heads": 2,
-        "kv_channels": 16,
-        **_LOCAL_EXPERTS,
-    },
+    "laguna": {**_HEAD_SIZE, **_WINDOW, **_EXPERTS, "shared_expert_intermediate_size": 48},
+    "jetmoe": {"num_key_value_heads": 2, "kv_channels": 16, **_LOCAL_EXPERTS},
     "aria_text": {**_HEAD_SIZE, "moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 32},
     "dbrx": {
         "d_model": HIDDEN_SIZE,
@@ -284,19 +248,8 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     # It keeps all keys of a text. Where it drops some, equal tokens tie, and torch breaks ties by a tensor's shape.
     "doge": {"keep_window_size": 512},
     "granite_swa": {**_GRANITE, **_WINDOW},
-    "granitemoe_swa": {
-        **_GRANITE,
-        **_WINDOW,
-        **_LOCAL_EXPERTS,
-        "shared_intermediate_size": 48,
-    },
-    "flint": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        **_EXPERTS,
-        "shared_expert_intermediate_size": 48,
-        "mlp_only_layers": [1],
-    },
+    "granitemoe_swa": {**_GRANITE, **_WINDOW, **_LOCAL_EXPERTS, "shared_intermediate_size": 48},
+    "flint": {**_HEAD_SIZE, **_WINDOW, **_EXPERTS, "shared_expert_intermediate_size": 48, "mlp_only_layers": [1]},
     "lfm2": {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"conv_L_cache": 3, **_EXPERTS, "num_dense_layers": 1},
     "qwen3_next": {**_HEAD_SIZE, **_EXPERTS, **_DELTA_RULE, "shared_expert_intermediate_size": 48},

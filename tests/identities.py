@@ -51,11 +51,7 @@ class Identities:
         return cls(folder, trust_domain=trust_domain, issued=issued)
 
     def folder_of(
-        self,
-        role: Role,
-        name: str,
-        addresses: tuple[str, ...] = HERE,
-        until: datetime.datetime | None = None,
+        self, role: Role, name: str, addresses: tuple[str, ...] = HERE, until: datetime.datetime | None = None
     ) -> Path:
         """The folder of a workload, made at the first call; its certificate ends at `until`, or with the authority."""
         folder = self._folder / f"{role.value}-{name}"

@@ -75,13 +75,7 @@ MUTANTS: Final = (
         "num_certain_chars = len(text)",
         ("tests/unit/client/text",),
     ),
-    Mutant(
-        "stop_sequence_let_out",
-        f"{_DECODING}/stopping.py",
-        "default=1) - 1",
-        "default=1) - 2",
-        _SAMPLING_TESTS,
-    ),
+    Mutant("stop_sequence_let_out", f"{_DECODING}/stopping.py", "default=1) - 1", "default=1) - 2", _SAMPLING_TESTS),
     Mutant(
         "page_written_while_shared",
         "services/corolla/cache/pages.py",

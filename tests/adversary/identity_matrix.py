@@ -135,10 +135,7 @@ def _outcome(error: CorollaError | None) -> str:
 
 
 async def _ask_service(places: Places, service: Any, folder: Path | None) -> dict[str, str]:
-    async with (
-        _tunnel(places.services[service.name], folder) as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with _tunnel(places.services[service.name], folder) as address, grpc.aio.insecure_channel(address) as channel:
         found = await asyncio.gather(*(_ask(channel, service, method) for method in service.methods))
     return dict(zip((f"{service.name}/{method.name}" for method in service.methods), found, strict=True))
 

@@ -196,10 +196,7 @@ async def test_while_no_router_answers_a_client_service_says_who_has_joined(
 
     monkeypatch.setattr(service, "PlacementWatch", Kept)
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
-    async with (
-        Swarm(tmp_path, model, ["0:3", "3:5"], router={"lease_ms": 120_000}) as swarm,
-        swarm.connect() as client,
-    ):
+    async with Swarm(tmp_path, model, ["0:3", "3:5"], router={"lease_ms": 120_000}) as swarm, swarm.connect() as client:
         expected = (await client.generate([1, 2, 3], max_tokens=8)).token_ids
         joined = await swarm.add_server("3:5")
         (placement,) = placements

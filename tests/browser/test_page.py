@@ -13,15 +13,7 @@ from corolla.client.api.keys import NewKey
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from tests.browser.chromium import browser, package
-from tests.browser.leading import (
-    PATIENCE_MS,
-    ask,
-    holder_of,
-    is_answering,
-    process_of,
-    wait_for_end,
-    wait_for_text,
-)
+from tests.browser.leading import PATIENCE_MS, ask, holder_of, is_answering, process_of, wait_for_end, wait_for_text
 
 pytestmark = [pytest.mark.full, pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -91,9 +83,7 @@ def undisturbed(stack: Stack, text: str, max_tokens: int) -> str:
     """What any caller gets for a message."""
     body = {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": max_tokens}
     request = urllib.request.Request(
-        f"{stack.page_url}v1/chat/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
+        f"{stack.page_url}v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=300) as reply:
         return str(json.load(reply)["choices"][0]["message"]["content"])

@@ -20,12 +20,7 @@ def spec_of(values: Object, **options: Any) -> Object:
 
 
 def test_a_slice_of_a_gpu_is_a_resource_of_another_name() -> None:
-    spec = spec_of(
-        with_gpu(
-            resource="nvidia.com/mig-3g.40gb",
-        ),
-        apis=WITHOUT_CLAIMS,
-    )
+    spec = spec_of(with_gpu(resource="nvidia.com/mig-3g.40gb"), apis=WITHOUT_CLAIMS)
     (container,) = spec["containers"]
     assert container["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/mig-3g.40gb": 1}
     assert "claims" not in container["resources"]

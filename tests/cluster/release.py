@@ -196,9 +196,7 @@ def evict(pod: str) -> None:
 def forwarded(target: str, port: int = CLIENT_PORT) -> Iterator[str]:
     """host:port of this machine that leads to a port of a pod or service of the release."""
     process = subprocess.Popen(
-        ["kubectl", "--namespace", NAMESPACE, "port-forward", target, f":{port}"],
-        stdout=subprocess.PIPE,
-        text=True,
+        ["kubectl", "--namespace", NAMESPACE, "port-forward", target, f":{port}"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

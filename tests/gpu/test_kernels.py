@@ -8,10 +8,7 @@ import torch
 
 from tests.triton_kernels import ROOT, gpu_environment
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 
 @pytest.mark.parametrize("module", ["adapters", "choices", "kernels", "mixtures", "packed", "spans"])

@@ -81,8 +81,7 @@ def errors(client: Anthropic, url: str) -> None:
     assert "prompt is too long" in large.message
     stranger = Anthropic(base_url=url, api_key="nobody", max_retries=0)
     fails_with(
-        anthropic.AuthenticationError,
-        lambda: stranger.messages.create(**GREEDY, messages=MESSAGES, max_tokens=1),
+        anthropic.AuthenticationError, lambda: stranger.messages.create(**GREEDY, messages=MESSAGES, max_tokens=1)
     )
 
 

@@ -219,10 +219,7 @@ ROWS: list[Row] = [
     invalid("n negative", GENERATE, prompt(num_completions=-3), "num_completions"),
     invalid("n=17", GENERATE, prompt(num_completions=17), "num_completions"),
     invalid(
-        "n in a session",
-        GENERATE,
-        lambda held: prompt(num_completions=2, session_id=held.fresh),
-        "num_completions",
+        "n in a session", GENERATE, lambda held: prompt(num_completions=2, session_id=held.fresh), "num_completions"
     ),
     invalid("logprobs=-1", GENERATE, prompt(logprobs=-1), "logprobs"),
     invalid("logprobs=21", GENERATE, prompt(logprobs=21), "logprobs"),
@@ -499,8 +496,5 @@ async def test_a_model_without_a_template_cannot_chat(tmp_path: Path) -> None:
 async def test_refusals_leave_nothing_behind(swarm: Swarm, sessions: Sessions, channel: grpc.aio.Channel) -> None:
     stub = GenerationServiceStub(channel)
     for session_id in (sessions.fresh, sessions.of_text, sessions.of_chat):
-        await stub.DeleteSession(
-            pb.DeleteSessionRequest(session_id=session_id),
-            metadata=key_metadata(MINE),
-        )
+        await stub.DeleteSession(pb.DeleteSessionRequest(session_id=session_id), metadata=key_metadata(MINE))
     await swarm.until_empty()

@@ -185,10 +185,7 @@ BAD_STEPS: dict[str, tuple[tuple[pb.Step, bytes], str]] = {
     "ids beside hidden states": (a_step(2, rows=[a_sampling_row(2, 1, [5, 6])]), "MALFORMED_MESSAGE"),
     "tokens without a sampler": (a_step(1, rows=[a_sampling_row(1, 1)], samples=True), "MALFORMED_MESSAGE"),
     "draft tokens that nobody named": (a_step(2, rows=[a_sampling_row(2, 2)], samples=True), "MALFORMED_MESSAGE"),
-    "too many draft tokens": (
-        a_step(66, rows=[a_sampling_row(66, 66, range(66))], samples=True),
-        "MALFORMED_MESSAGE",
-    ),
+    "too many draft tokens": (a_step(66, rows=[a_sampling_row(66, 66, range(66))], samples=True), "MALFORMED_MESSAGE"),
     "tokens in the midst of the model": (
         a_step(1, rows=[a_sampling_row(1, 1)], samples=True, blocks=common_pb2.BlockSpan(start=0, end=4)),
         "MALFORMED_MESSAGE",

@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature":
 # Leases, settling and the patience of recoveries are those that everybody has.
 ENVIRONMENT = {
     # The servers are alike, and share two cores with other tests: what they measure must not move any of them.
-    "COROLLA_REBALANCE_MIN_GAIN": "10",
+    "COROLLA_REBALANCE_MIN_GAIN": "10"
 }
 
 

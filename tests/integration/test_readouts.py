@@ -153,8 +153,7 @@ async def test_an_embedding_is_that_of_the_unsplit_model(swarm: Swarm, unsplit: 
 
 
 @pytest.mark.parametrize(
-    "options, field",
-    [({"session": "0" * 32}, "echo"), ({"request_id": "a"}, "echo"), ({"logprobs": 21}, "logprobs")],
+    "options, field", [({"session": "0" * 32}, "echo"), ({"request_id": "a"}, "echo"), ({"logprobs": 21}, "logprobs")]
 )
 async def test_an_echo_that_cannot_be_is_refused(swarm: Swarm, options: dict[str, Any], field: str) -> None:
     async with swarm.connect() as client:

@@ -120,12 +120,7 @@ def test_sampled_rows_draw_from_seeds_of_their_own(remote: RemoteModelForCausalL
     for _ in range(2):
         torch.manual_seed(5)
         answered = remote.generate(
-            PROMPT,
-            do_sample=True,
-            num_return_sequences=3,
-            max_new_tokens=24,
-            eos_token_id=None,
-            **sampling,
+            PROMPT, do_sample=True, num_return_sequences=3, max_new_tokens=24, eos_token_id=None, **sampling
         )
         assert answered[:, PROMPT.shape[1] :].tolist() == expected
     assert len(set(map(tuple, expected))) == 3

@@ -27,9 +27,7 @@ class Server:
         self.pool = PagePool(38, 4)
         self.outputs = BoundaryActivations(1000)
         self.sessions = SessionTable(
-            self.pool,
-            lambda: SessionPages(self.pool, [GroupRule(), GroupRule(6, 4)], 2),
-            on_forget=self.outputs.forget,
+            self.pool, lambda: SessionPages(self.pool, [GroupRule(), GroupRule(6, 4)], 2), on_forget=self.outputs.forget
         )
         self.streams = {b"c": {7}}
         for name in (b"s", b"p"):

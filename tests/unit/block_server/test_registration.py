@@ -8,9 +8,7 @@ from corolla.block_server.registration import Registration
 from corolla.v1 import router_pb2
 
 
-async def test_a_hurried_heartbeat_follows_the_one_under_way_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_hurried_heartbeat_follows_the_one_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registration = Registration("127.0.0.1:1", router_pb2.ServerDescription(), router_pb2.ServerLoad, interval_s=60.0)
     said: list[int] = []
     is_under_way, is_heard, has_ready = asyncio.Event(), asyncio.Event(), asyncio.Event()

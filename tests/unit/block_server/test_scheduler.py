@@ -125,11 +125,7 @@ def test_prompts_get_the_whole_budget_when_no_session_decodes(decodes_alone: boo
     assert sizes == [1] * num_small + [4] * (20 - num_small)
 
 
-@given(
-    st.lists(steps(), max_size=12),
-    steps(),
-    st.lists(st.lists(steps(), max_size=6), min_size=1, max_size=6),
-)
+@given(st.lists(steps(), max_size=12), steps(), st.lists(st.lists(steps(), max_size=6), min_size=1, max_size=6))
 def test_no_step_starves_behind_those_that_keep_coming(
     waiting: list[Arriving], watched: Arriving, crowds: list[list[Arriving]]
 ) -> None:

@@ -76,12 +76,7 @@ async def test_a_part_that_does_not_stop_keeps_no_other_from_stopping(diary: Dia
 
 @pytest.mark.parametrize(
     "needs",
-    [
-        {"a": ("b",), "b": ("c",), "c": ("a",)},
-        {"a": ("a",)},
-        {"a": (), "b": ("unknown",)},
-        {"a": ("b",), "b": ()},
-    ],
+    [{"a": ("b",), "b": ("c",), "c": ("a",)}, {"a": ("a",)}, {"a": (), "b": ("unknown",)}, {"a": ("b",), "b": ()}],
     ids=["a circle", "itself", "an unknown part", "a part below"],
 )
 def test_a_table_that_cannot_start_in_its_order_is_refused(diary: Diary, needs: dict[str, tuple[str, ...]]) -> None:

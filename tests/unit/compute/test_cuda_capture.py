@@ -15,10 +15,7 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 SPAN, DTYPE = Span(1, 4), torch.bfloat16
 

@@ -154,8 +154,7 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    "device, result, retained",
-    [("cuda", 0, [40]), ("cuda:1", 0, [41]), ("cuda:2", 0, []), ("cuda", 100, [])],
+    "device, result, retained", [("cuda", 0, [40]), ("cuda:1", 0, [41]), ("cuda:2", 0, []), ("cuda", 100, [])]
 )
 def test_the_driver_makes_the_context_of_the_device_and_reports_nothing(
     monkeypatch: pytest.MonkeyPatch, device: str, result: int, retained: list[int]

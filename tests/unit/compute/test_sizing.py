@@ -151,8 +151,7 @@ def test_a_device_that_is_too_small_is_refused_with_what_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, size",
-    [("24GiB", 24 * GIB), ("22.5Gi", int(22.5 * GIB)), ("80GB", 80 * 10**9), (" 512 mib ", 512 * MIB)],
+    "text, size", [("24GiB", 24 * GIB), ("22.5Gi", int(22.5 * GIB)), ("80GB", 80 * 10**9), (" 512 mib ", 512 * MIB)]
 )
 def test_sizes_of_memory_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size

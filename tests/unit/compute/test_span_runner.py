@@ -61,18 +61,14 @@ class Chain:
         return caches
 
     def step(
-        self,
-        work: Sequence[tuple[list[SessionCache], int, Sequence[int]]],
-        long_factors: Collection[int] = (),
+        self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]], long_factors: Collection[int] = ()
     ) -> list[Tensor]:
         """Runs (caches, position, new tokens) rows as one batch; gives each row's logits."""
         lengths = [len(new) for _, _, new in work]
         return list(torch.split(self.edges.head(self.run(work, long_factors)), lengths))
 
     def run(
-        self,
-        work: Sequence[tuple[list[SessionCache], int, Sequence[int]]],
-        long_factors: Collection[int] = (),
+        self, work: Sequence[tuple[list[SessionCache], int, Sequence[int]]], long_factors: Collection[int] = ()
     ) -> Tensor:
         """`long_factors`: the numbers of the rows with such texts."""
         token_ids = torch.tensor([token for _, _, new in work for token in new])

@@ -150,9 +150,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         [SamplingParams(0.8, top_p=0.9, num_logprobs=0), SamplingParams(0.8, logit_bias=((3, 7.5),), seed=2)],
     ],
 )
-def test_a_step_of_many_rows_takes_the_operators_of_one_of_few_rows_and_waits_once(
-    kinds: list[SamplingParams],
-) -> None:
+def test_a_step_of_many_rows_takes_the_operators_of_one_of_few_rows_and_waits_once(kinds: list[SamplingParams]) -> None:
     """A GPU spends more time on launches, and on waits for them, than on the numbers of 64 rows."""
 
     def operators(num_rows: int) -> _Operators:

@@ -13,15 +13,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopPLogitsWarper
 
 from corolla.decoding import race
-from corolla.decoding.race import (
-    Draw,
-    Racers,
-    drawn,
-    drawn_by_function,
-    drawn_by_operators,
-    draws_as_operators,
-    racers,
-)
+from corolla.decoding.race import Draw, Racers, drawn, drawn_by_function, drawn_by_operators, draws_as_operators, racers
 from tests.philox import exponential_numbers
 from tests.tiers import quick
 

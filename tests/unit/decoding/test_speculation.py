@@ -55,8 +55,7 @@ def test_draft_tokens_that_are_always_rejected_cost_next_to_nothing(cost: Callab
 
 
 @pytest.mark.parametrize(
-    "cost, least_gain",
-    [("slow links", 4.0), ("small processor", 3.0), ("large processor", 6.0), ("draft model", 2.0)],
+    "cost, least_gain", [("slow links", 4.0), ("small processor", 3.0), ("large processor", 6.0), ("draft model", 2.0)]
 )
 def test_drafts_that_are_mostly_accepted_grow_long(cost: str, least_gain: float) -> None:
     answer = Answer(COSTS[cost])

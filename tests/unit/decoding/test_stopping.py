@@ -37,10 +37,7 @@ def test_any_cutting_agrees_with_a_search_over_the_whole_text(pieces: list[str],
         if matched:
             break
         held = so_far[len(emitted) :]
-        longest_open = max(
-            (n for s in sequences for n in range(len(s)) if so_far.endswith(s[:n])),
-            default=0,
-        )
+        longest_open = max((n for s in sequences for n in range(len(s)) if so_far.endswith(s[:n])), default=0)
         assert len(held) == longest_open, "held back more or less than the possible beginning of a stop sequence"
     if matched:
         assert matcher.push("more") == ("", True), "nothing leaves after a match"
@@ -70,10 +67,6 @@ def test_any_cutting_agrees_with_a_search_over_the_whole_text(pieces: list[str],
     ],
 )
 def test_reason(
-    decider: StopDecider,
-    token_id: int,
-    num_generated_tokens: int,
-    elapsed_s: float,
-    expected: FinishReason | None,
+    decider: StopDecider, token_id: int, num_generated_tokens: int, elapsed_s: float, expected: FinishReason | None
 ) -> None:
     assert decider.finish_reason(token_id, num_generated_tokens, elapsed_s) is expected

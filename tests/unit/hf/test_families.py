@@ -16,10 +16,7 @@ def test_the_top_of_the_package_has_the_names_of_the_library(name: str) -> None:
 
 
 def test_the_top_of_the_package_has_every_name_but_those_of_families() -> None:
-    assert set(corolla.hf.__all__) - set(corolla.__all__) == {
-        *CLASSES_BY_NAME,
-        *SPECULATIVE_CLASSES_BY_NAME,
-    }
+    assert set(corolla.hf.__all__) - set(corolla.__all__) == {*CLASSES_BY_NAME, *SPECULATIVE_CLASSES_BY_NAME}
     with pytest.raises(AttributeError, match="DistributedAbacus"):
         corolla.DistributedAbacus  # noqa: B018 - reading the name is the test
 

@@ -22,10 +22,7 @@ from tests.reference import Unsplit
 from tests.unpacked import unpacked_demo
 
 # How llama.cpp cuts texts for a vocabulary of the kind `smollm`: each digit, then as GPT-2 does.
-SMOLLM = (
-    r"\p{N}",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-)
+SMOLLM = (r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)")
 
 
 @pytest.fixture(scope="module")

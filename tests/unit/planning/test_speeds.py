@@ -17,8 +17,7 @@ def placed(server_id: str, speed: float, *, doubted: bool = False, fingerprint: 
 
 
 @pytest.mark.parametrize(
-    "others, median",
-    [([], math.inf), ([0.0], math.inf), ([5.0], 5.0), ([5.0, 100.0], 5.0), ([5.0, 100.0, 1e9], 100.0)],
+    "others, median", [([], math.inf), ([0.0], math.inf), ([5.0], 5.0), ([5.0, 100.0], 5.0), ([5.0, 100.0, 1e9], 100.0)]
 )
 def test_a_server_is_bounded_by_the_median_of_the_others_that_measured(others: list[float], median: float) -> None:
     servers = [placed(str(number), speed) for number, speed in enumerate(others)]

@@ -3,14 +3,7 @@
 import pytest
 import torch
 
-from corolla.wire.device_copies import (
-    Reading,
-    begin_reading,
-    copied_numbers,
-    hand_to_steps,
-    on_copy_stream,
-    to_device,
-)
+from corolla.wire.device_copies import Reading, begin_reading, copied_numbers, hand_to_steps, on_copy_stream, to_device
 from tests.gpu_double import GPU, BrokenRule, GpuTensor, a_gpu
 
 

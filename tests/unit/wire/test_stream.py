@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from corolla.chassis.errors import (
-    FingerprintMismatch,
-    MalformedMessage,
-    QueueFull,
-    RoleDenied,
-    StartupError,
-)
+from corolla.chassis.errors import FingerprintMismatch, MalformedMessage, QueueFull, RoleDenied, StartupError
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire import stream

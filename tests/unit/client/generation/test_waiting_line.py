@@ -54,10 +54,7 @@ class Line(RuleBasedStateMachine):
             assert all(ticket < other for other, its in self.waiting.items() if its == tenant), "overtaken"
             self.running[ticket] = tenant
 
-    @rule(
-        tenant=st.sampled_from(TENANTS),
-        num_sequences=st.sampled_from([1, 1, 1, 2, 3, 6]),
-    )
+    @rule(tenant=st.sampled_from(TENANTS), num_sequences=st.sampled_from([1, 1, 1, 2, 3, 6]))
     def enter(self, tenant: str, num_sequences: int) -> None:
         self.number += 1
         num_sequences = min(num_sequences, self.max_running - (self.guaranteed if tenant != GUARANTEED else 0))

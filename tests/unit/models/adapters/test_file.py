@@ -113,10 +113,7 @@ NAMES = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda header: header.pop(NAMES), "gaps|cut short|one factor"),
         (lambda header: header.update({"../../etc/passwd": header.pop(NAMES)}), "no product"),
         (lambda header: header.update({"base_model.model.lm_head.lora_A.weight": header.pop(NAMES)}), "head"),
-        (
-            lambda header: header.update({NAMES.replace("weight", "lora_magnitude_vector"): header.pop(NAMES)}),
-            "DoRA",
-        ),
+        (lambda header: header.update({NAMES.replace("weight", "lora_magnitude_vector"): header.pop(NAMES)}), "DoRA"),
         (lambda header: header.update({NAMES.replace("q_proj", "experts.0.up"): header.pop(NAMES)}), "experts"),
         (lambda header: header.update({NAMES.replace("q_proj", "kv_b_proj"): header.pop(NAMES)}), "kv_b_proj, whose"),
         (lambda header: header.update({NAMES.replace("q_proj", "dt_proj"): header.pop(NAMES)}), "dt_proj, whose"),
