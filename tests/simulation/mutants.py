@@ -1,9 +1,9 @@
 """Mistakes that a change could make, each as a patch of the real code. The simulation must find every one of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
@@ -20,278 +20,183 @@ from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 
-Mutant = Callable[[], AbstractContextManager[object]]
+MUTANTS: Final[dict[str, list[tuple[Any, str, Callable[..., Any]]]]] = {}
+"""Which methods each mutant replaces, by the mutants' names."""
+Wrong = TypeVar("Wrong", bound=Callable[..., Any])
+
+
+def _mutant(name: str, owner: type, method: str) -> Callable[[Wrong], Wrong]:
+    """What follows takes the place of a method; it gets the right one before the method's own arguments."""
+
+    def note(wrong: Wrong) -> Wrong:
+        MUTANTS.setdefault(name, []).append((owner, method, wrong))
+        return wrong
+
+    return note
+
+
+def _bound(wrong: Callable[..., Any], right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args, **options: wrong(right, self, *args, **options)
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    with patch.object(owner, name, make(getattr(owner, name))):
+def planted(name: str) -> Iterator[None]:
+    """Makes the mistake for as long as the context lasts."""
+    with ExitStack() as stack:
+        for owner, method, wrong in MUTANTS[name]:
+            stack.enter_context(patch.object(owner, method, _bound(wrong, getattr(owner, method))))
         yield
 
 
-def _no_fence() -> AbstractContextManager[object]:
+@_mutant("no fence", TokenStream, "push")
+def _no_fence(_right: Any, self: TokenStream, row: pb.StepRow, sampled: pb.SampledRow) -> bool:
     """A client accepts a result of any step of the session, of any epoch and position."""
-
-    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
-        def push(self: TokenStream, row: pb.StepRow, sampled: pb.SampledRow) -> bool:
-            self._rounds.append(RoundTokens(row.num_result_tokens - 1, sampled))
-            self._wake()
-            return True
-
-        return push
-
-    return _replaced(TokenStream, "push", make)
+    self._rounds.append(RoundTokens(row.num_result_tokens - 1, sampled))
+    self._wake()
+    return True
 
 
-def _stale_epoch() -> AbstractContextManager[object]:
+@_mutant("stale epoch", SessionTable, "for_step")
+def _stale_epoch(right: Any, self: Any, session_id: bytes, epoch: int, *args: Any, **options: Any) -> Any:
     """A hop computes steps of epochs that are over."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def for_step(self: Any, session_id: bytes, epoch: int, *args: Any, **options: Any) -> Any:
-            held = self.get(session_id)
-            return right(self, session_id, held.request.epoch if held is not None else epoch, *args, **options)
-
-        return for_step
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with (
-            _replaced(SessionTable, "for_step", make),
-            _replaced(SessionTable, "has_ended", lambda _right: lambda self, session_id, epoch: False),
-        ):
-            yield
-
-    return both()
+    held = self.get(session_id)
+    return right(self, session_id, held.request.epoch if held is not None else epoch, *args, **options)
 
 
-def _step_again() -> AbstractContextManager[object]:
+@_mutant("stale epoch", SessionTable, "has_ended")
+def _never_ended(_right: Any, self: Any, session_id: bytes, epoch: int) -> bool:
+    return False
+
+
+@_mutant("step again", SessionTable, "note_step")
+def _step_again(_right: Any, self: Any, *_step: Any) -> bool:
     """A hop computes a step as often as it comes."""
-    return _replaced(SessionTable, "note_step", lambda _right: lambda self, *_step: True)
+    return True
 
 
-def _round_again() -> AbstractContextManager[object]:
+@_mutant("round again", HopSession, "note_ring_step")
+def _round_again(right: Any, self: HopSession[Any], *step: Any) -> bool:
     """A token goes round as often as it comes."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def note_ring_step(self: HopSession[Any], epoch: int, client_id: bytes, position: int) -> bool:
-            right(self, epoch, client_id, position)
-            self.newest_ring_position = -1
-            return True
-
-        return note_ring_step
-
-    return _replaced(HopSession, "note_ring_step", make)
+    right(self, *step)
+    self.newest_ring_position = -1
+    return True
 
 
-def _credit_forgotten() -> AbstractContextManager[object]:
+@_mutant("credit forgotten", LastHop, "on_credit")
+def _credit_forgotten(_right: Any, self: LastHop, credit: Any, peer: Any) -> None:
     """The last hop does not take in what a client grants."""
-    return _replaced(LastHop, "on_credit", lambda _right: lambda self, credit, peer: None)
 
 
-def _first_hop_of_before() -> AbstractContextManager[object]:
+_FIRST_ADDRESSES: Final[dict[bytes, str]] = {}
+
+
+@_mutant("first hop of before", LastHop, "send_next")
+def _first_hop_of_before(right: Any, self: LastHop, step: pb.Step, rows: Sequence[pb.StepRow]) -> None:
     """A session that is opened anew goes round to the first hop that it had before."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        addresses: dict[bytes, str] = {}
-
-        def send_next(self: LastHop, step: pb.Step, rows: Sequence[pb.StepRow]) -> None:
-            for row in rows:
-                step.ring.first_address = addresses.setdefault(row.session_id, step.ring.first_address)
-            right(self, step, rows)
-
-        return send_next
-
-    return _replaced(LastHop, "send_next", make)
+    for row in rows:
+        step.ring.first_address = _FIRST_ADDRESSES.setdefault(row.session_id, step.ring.first_address)
+    right(self, step, rows)
 
 
-def _position_zero() -> AbstractContextManager[object]:
+@_mutant("position zero", HopState, "start_for")
+def _position_zero(_right: Any, self: HopState, position: int) -> int:
     """A hop that was opened again is taken to hold everything, though it begins at nothing."""
-
-    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, position: position
-
-    return _replaced(HopState, "start_for", make)
+    return position
 
 
-def _not_closed() -> AbstractContextManager[object]:
+@_mutant("not closed", ChainSession, "close")
+def _not_closed(_right: Any, self: ChainSession) -> None:
     """Sessions are not closed at the end of an answer."""
-    return _replaced(ChainSession, "close", lambda _right: lambda self: None)
 
 
-def _pages_not_freed() -> AbstractContextManager[object]:
+@_mutant("pages not freed", SessionTable, "_free")
+def _pages_not_freed(_right: Any, self: Any, held: Any) -> None:
     """A session that is freed keeps its pages."""
-
-    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
-        def free(self: Any, held: Any) -> None:
-            del self._sessions[held.request.session_id]
-            self._on_forget(held.request.session_id)
-
-        return free
-
-    return _replaced(SessionTable, "_free", make)
+    del self._sessions[held.request.session_id]
+    self._on_forget(held.request.session_id)
 
 
-def _leases_for_ever() -> AbstractContextManager[object]:
+@_mutant("leases for ever", SessionTable, "expire")
+def _leases_for_ever(_right: Any, self: Any, now_s: float) -> int:
     """Leases do not end."""
-    return _replaced(SessionTable, "expire", lambda _right: lambda self, now_s: 0)
+    return 0
 
 
-def _token_twice() -> AbstractContextManager[object]:
+@_mutant("token twice", ChainSession, "decode")
+async def _token_twice(right: Any, self: Any, reader: Any) -> Any:
     """A step that came back is written into the history twice."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        async def decode(self: Any, reader: Any) -> tuple[int, int]:
-            recovered, newest_id = self._budget.num_attempts, self._newest_id
-            taken: tuple[int, int] = await right(self, reader)
-            if self._budget.num_attempts > recovered:
-                self._history.append([newest_id], is_prompt=False)
-            return taken
-
-        return decode
-
-    return _replaced(ChainSession, "decode", make)
+    recovered, newest_id = self._budget.num_attempts, self._newest_id
+    taken = await right(self, reader)
+    if self._budget.num_attempts > recovered:
+        self._history.append([newest_id], is_prompt=False)
+    return taken
 
 
-def _replay_too_short() -> AbstractContextManager[object]:
+@_mutant("replay too short", StepShapes, "replay")
+def _replay_too_short(right: Any, self: StepShapes, start: int, *args: Any, **options: Any) -> Any:
     """A replay leaves its first token out."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, start, *args, **options: right(self, start + 1, *args, **options)
-
-    return _replaced(StepShapes, "replay", make)
+    return right(self, start + 1, *args, **options)
 
 
-def _no_quarantine() -> AbstractContextManager[object]:
+@_mutant("no quarantine", Routes, "_replace_now")
+def _no_quarantine(right: Any, self: Routes, chain: Any, lost: Any, num_tokens: int) -> Any:
     """Servers that failed are not left out: a recovery goes back to the one that it lost."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def replace_now(self: Any, chain: Any, lost: Any, num_tokens: int) -> Any:
-            return right(self, chain, (), num_tokens)
-
-        return replace_now
-
-    return _replaced(Routes, "_replace_now", make)
+    return right(self, chain, (), num_tokens)
 
 
-def _others_prefix() -> AbstractContextManager[object]:
+@_mutant("others' prefix", PrefixPages, "find")
+def _others_prefix(right: Any, self: PrefixPages, key: Any) -> int | None:
     """The beginning of any text is taken for that of any other."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def find(self: PrefixPages, key: Any) -> int | None:
-            found: int | None = right(self, key)
-            others = (page for known, page in self._pages.items() if known.group == key.group)
-            return found if found is not None else next(others, None)
-
-        return find
-
-    return _replaced(PrefixPages, "find", make)
+    found: int | None = right(self, key)
+    others = (page for known, page in self._pages.items() if known.group == key.group)
+    return found if found is not None else next(others, None)
 
 
-def _boundary_activations_shifted() -> AbstractContextManager[object]:
+@_mutant("boundary activations shifted", BoundaryActivations, "read")
+def _boundary_activations_shifted(
+    right: Any, self: BoundaryActivations, session_id: bytes, start: int, end: int
+) -> Any:
     """A hop sends boundary activations of the wrong positions again."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def read(self: BoundaryActivations, session_id: bytes, start: int, end: int) -> bytes:
-            shift = 1 if start > self.range(session_id)[0] else 0
-            rows: bytes = right(self, session_id, start - shift, end - shift)
-            return rows
-
-        return read
-
-    return _replaced(BoundaryActivations, "read", make)
+    shift = 1 if start > self.range(session_id)[0] else 0
+    return right(self, session_id, start - shift, end - shift)
 
 
-def _always_stays() -> AbstractContextManager[object]:
+@_mutant("always stays", SessionTable, "cancel_leaving")
+def _always_stays(_right: Any, self: Any, session_id: bytes, version: int) -> None:
     """A session whose handover failed always stays, in any state."""
-
-    def make(_right: Callable[..., Any]) -> Callable[..., Any]:
-        def cancel_leaving(self: Any, session_id: bytes, version: int) -> None:
-            held = self.get(session_id)
-            if held is not None:
-                held.apply(SessionEvent.STAYS)
-
-        return cancel_leaving
-
-    return _replaced(SessionTable, "cancel_leaving", make)
+    held = self.get(session_id)
+    if held is not None:
+        held.apply(SessionEvent.STAYS)
 
 
-def _sampler_one_token_off() -> AbstractContextManager[object]:
+@_mutant("sampler one token off", SamplerRecord, "message")
+def _sampler_one_token_off(right: Any, self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
     """A hop that makes a sampler anew stands one token too early."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def message(self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
-            sampler: pb.Sampler = right(self, max_tokens)
-            sampler.position = max(0, sampler.position - 1)
-            return sampler
-
-        return message
-
-    return _replaced(SamplerRecord, "message", make)
+    sampler: pb.Sampler = right(self, max_tokens)
+    sampler.position = max(0, sampler.position - 1)
+    return sampler
 
 
-def _sampler_kept() -> AbstractContextManager[object]:
+@_mutant("sampler kept", SessionTable, "open")
+def _sampler_kept(right: Any, self: Any, request: OpenRequest, now_s: float) -> Any:
     """A hop that opens a session once more goes on with the sampler that it has."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def open_again(self: Any, request: OpenRequest, now_s: float) -> Any:
-            held = self.get(request.session_id)
-            if held is not None and held.request.sampler is not None:
-                request = replace(request, sampler=held.request.sampler)
-            return right(self, request, now_s)
-
-        return open_again
-
-    return _replaced(SessionTable, "open", make)
+    held = self.get(request.session_id)
+    if held is not None and held.request.sampler is not None:
+        request = replace(request, sampler=held.request.sampler)
+    return right(self, request, now_s)
 
 
-def _answer_forgotten_by_penalties() -> AbstractContextManager[object]:
+@_mutant("answer forgotten by penalties", SamplerRecord, "message")
+def _answer_forgotten_by_penalties(right: Any, self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
     """A sampler that is made anew does not know what the answer has so far."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def message(self: SamplerRecord, max_tokens: int | None = None) -> pb.Sampler:
-            sampler: pb.Sampler = right(self, max_tokens)
-            del sampler.token_ids[sampler.num_prompt_tokens :]
-            return sampler
-
-        return message
-
-    return _replaced(SamplerRecord, "message", make)
+    sampler: pb.Sampler = right(self, max_tokens)
+    del sampler.token_ids[sampler.num_prompt_tokens :]
+    return sampler
 
 
-def _growth_forgotten() -> AbstractContextManager[object]:
+@_mutant("growth forgotten", Recovery, "grow")
+async def _growth_forgotten(right: Any, self: Recovery, binding: Any, *args: Any) -> None:
     """A session forgets for how many tokens it has got room while it grew."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        async def grow(self: Recovery, binding: Any, *args: Any) -> None:
-            held = binding.open_options
-            await right(self, binding, *args)
-            binding.open_options = held
-
-        return grow
-
-    return _replaced(Recovery, "grow", make)
-
-
-MUTANTS: Final[Mapping[str, Mutant]] = {
-    "no fence": _no_fence,
-    "stale epoch": _stale_epoch,
-    "step again": _step_again,
-    "round again": _round_again,
-    "credit forgotten": _credit_forgotten,
-    "first hop of before": _first_hop_of_before,
-    "position zero": _position_zero,
-    "not closed": _not_closed,
-    "pages not freed": _pages_not_freed,
-    "leases for ever": _leases_for_ever,
-    "token twice": _token_twice,
-    "replay too short": _replay_too_short,
-    "no quarantine": _no_quarantine,
-    "others' prefix": _others_prefix,
-    "boundary activations shifted": _boundary_activations_shifted,
-    "always stays": _always_stays,
-    "sampler one token off": _sampler_one_token_off,
-    "sampler kept": _sampler_kept,
-    "answer forgotten by penalties": _answer_forgotten_by_penalties,
-    "growth forgotten": _growth_forgotten,
-}
-"""The mutants by name."""
+    held = binding.open_options
+    await right(self, binding, *args)
+    binding.open_options = held

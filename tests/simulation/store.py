@@ -162,15 +162,6 @@ class SimulatedRedis:
     def _del(self, *keys: bytes) -> int:
         return sum(self._find(key) is not None and self._drop(key) for key in keys)
 
-    def _rename(self, key: bytes, new_key: bytes) -> Any:
-        value, end_ms = self._find(key), self._ends_ms.get(key)
-        self._drop(key)
-        self._drop(new_key)
-        self._values[new_key] = value
-        if end_ms is not None:
-            self._ends_ms[new_key] = end_ms
-        return Status(b"OK")
-
     def _exists(self, key: bytes) -> int:
         return int(self._find(key) is not None)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.mutants import MUTANTS, planted
 from tests.simulation.run import run
 
 MOST_SEEDS = 240
@@ -15,5 +15,5 @@ LIKELY_SEEDS = {"sampler kept": 286, "step again": 74, "round again": 30, "no qu
 @pytest.mark.timeout(900)  # of the last seeds, on a machine that has other things to do
 def test_a_mistake_is_found(name: str) -> None:
     seeds = (LIKELY_SEEDS.get(name, 0), *range(MOST_SEEDS))
-    with MUTANTS[name]():
+    with planted(name):
         assert any(run(seed).broken for seed in seeds), f"nobody noticed: {name}"
