@@ -82,7 +82,6 @@ async def place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Place
         folder, model, ["0:5"], server={"page_tokens": PAGE_TOKENS, "kv_cache_mib": 16},
         client={"api_keys_file": keys}, api_key=KEY, is_encrypted=True,
     ) as swarm:  # fmt: skip
-        assert swarm.identities is not None
         place = Place(swarm, swarm.identities, Unsplit(model))
         place.fingerprint = (await swarm.statuses())[0].fingerprint
 

@@ -93,7 +93,6 @@ async def refused_with(swarm: Swarm, folder: Path) -> grpc.StatusCode:
 
 async def test_a_revoked_certificate_is_out_and_everybody_else_goes_on(swarm: Swarm) -> None:
     identities = swarm.identities
-    assert identities is not None
     folder = identities.folder_of(Role.CLIENT, "rogue")
     calls = LongCalls(swarm, folder)
     await calls.until_open()
@@ -110,7 +109,6 @@ async def test_a_revoked_certificate_is_out_and_everybody_else_goes_on(swarm: Sw
 @pytest.mark.full
 async def test_a_block_server_with_a_revoked_certificate_gets_nothing_more(swarm: Swarm) -> None:
     identities = swarm.identities
-    assert identities is not None
     spare = await swarm.add_server("0:2")
     revoked = swarm.servers[0]
     assert revoked.settings.tls_dir is not None
@@ -129,7 +127,6 @@ async def test_a_block_server_with_a_revoked_certificate_gets_nothing_more(swarm
 @pytest.mark.full
 async def test_a_certificate_that_ends_is_out(swarm: Swarm) -> None:
     identities = swarm.identities
-    assert identities is not None
     end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LIFETIME_S)
     calls = LongCalls(swarm, identities.folder_of(Role.CLIENT, "short", until=end))
     await calls.until_open()
@@ -139,7 +136,6 @@ async def test_a_certificate_that_ends_is_out(swarm: Swarm) -> None:
 @pytest.mark.full
 async def test_who_was_signed_for_by_an_authority_that_went_is_out(swarm: Swarm, tmp_path: Path) -> None:
     identities = swarm.identities
-    assert identities is not None
     old, new = identities.authority, Authority()
     rogue = Identities(tmp_path / "rogue", old)
     folder = rogue.folder_of(Role.CLIENT, "rogue")

@@ -44,7 +44,6 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
 
 
 def network_of(swarm: Swarm, role: Role, name: str = "rogue") -> Network:
-    assert swarm.identities is not None
     return Network.from_folder(swarm.identities.folder_of(role, name))
 
 
@@ -97,7 +96,6 @@ async def test_what_is_audited_is_a_method() -> None:
 def askers(swarm: Swarm, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of what each asker shows."""
     folder = tmp_path_factory.mktemp("askers")
-    assert swarm.identities is not None
     identity_matrix.issue(folder, swarm.identities.authority, TRUST_DOMAIN)
     return folder
 

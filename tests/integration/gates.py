@@ -1,5 +1,6 @@
 """Tests and block servers wait for each other."""
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from corolla.block_server.service import BlockServer
 from corolla.compute.base import RowWork
 from tests.faulty_runner import plant_fault
+from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
 
@@ -37,3 +39,15 @@ async def until_held(server: BlockServer, count: int, num_tokens: int = 0) -> No
         return len(lengths) == count and max(lengths, default=0) > num_tokens
 
     await until(is_held)
+
+
+async def hand_over(
+    swarm: Swarm, number: int, num_tokens: int = 0, *, num_sessions: int = 1
+) -> tuple[BlockServer, BlockServer]:
+    """A server leaves, as soon as it holds so much, and one that just came takes its sessions; gives the two."""
+    leaving = swarm.servers.pop(number)
+    await until_held(leaving, num_sessions, num_tokens)
+    with held_up(leaving):
+        taker = await swarm.add_server(leaving.settings.blocks)
+    await asyncio.wait_for(leaving.stop(), 60)
+    return leaving, taker

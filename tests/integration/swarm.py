@@ -72,9 +72,6 @@ class Swarm:
         api_key: what its own calls are made with, where the client services have keys configured.
         own_redis: whether it has a Redis to itself, because that will be broken.
         is_encrypted: whether everything between the services is TLS, with certificates of both ends.
-
-    Attributes:
-        identities: of an encrypted one.
     """
 
     redis: EmbeddedRedis
@@ -108,7 +105,7 @@ class Swarm:
         self._intervals = intervals
         self._api_key = api_key
         self._own_redis = own_redis
-        self.identities = Identities(folder) if is_encrypted else None
+        self._identities = Identities(folder) if is_encrypted else None
         self._database = 0
         self.router: RouterProcess
         self.servers: list[BlockServer] = []
@@ -168,6 +165,12 @@ class Swarm:
 
     async def _are_idle(self) -> bool:
         return all(server.engine.is_idle for server in self.servers if server.has_started)
+
+    @property
+    def identities(self) -> Identities:
+        """Those of an encrypted one."""
+        assert self._identities is not None
+        return self._identities
 
     @property
     def redis_url(self) -> str:
@@ -230,7 +233,7 @@ class Swarm:
         return client
 
     def _tls_dir(self, role: Role, number: int) -> Path | None:
-        return self.identities.folder_of(role, str(number)) if self.identities is not None else None
+        return self._identities.folder_of(role, str(number)) if self._identities is not None else None
 
     def wires_of(self, service: BlockServer | ClientService) -> Wires:
         """Its connections."""

@@ -146,7 +146,6 @@ async def test_acts_between_services_name_the_workload(swarm: Swarm, lines: Line
 
 
 async def test_who_is_denied_a_call_is_named(swarm: Swarm, lines: Lines) -> None:
-    assert swarm.identities is not None
     network = Network.from_folder(swarm.identities.folder_of(Role.LIBRARY, "rogue"))
     async with network.open_channel(swarm.router_address) as channel:
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
@@ -157,7 +156,6 @@ async def test_who_is_denied_a_call_is_named(swarm: Swarm, lines: Lines) -> None
 
 
 async def test_who_is_denied_a_stream_is_named(swarm: Swarm, lines: Lines) -> None:
-    assert swarm.identities is not None
     network = Network.from_folder(swarm.identities.folder_of(Role.OPERATOR, "rogue"))
     stream = network.connect(swarm.servers[0].address, lambda _: lambda frame: None)
     await stream.ended

@@ -17,7 +17,7 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
 from tests.checkpoints import HIDDEN_SIZE, make_tiny_checkpoint
-from tests.integration.gates import held_up, until_held
+from tests.integration.gates import hand_over, held_up, until_held
 from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -47,11 +47,7 @@ async def test_every_server_leaves_in_turn_and_nothing_is_computed_twice(tmp_pat
         undisturbed = [await client.generate(text, **OPTIONS) for text in PROMPTS]
         answers = [asyncio.create_task(client.generate(text, **OPTIONS)) for text in PROMPTS for _ in "abc"]
         for _ in range(2):
-            leaving = swarm.servers.pop(0)
-            await until_held(leaving, len(answers), undisturbed[1].usage.prompt_tokens)
-            with held_up(leaving):
-                await swarm.add_server(leaving.settings.blocks)
-            await asyncio.wait_for(leaving.stop(), 60)
+            await hand_over(swarm, 0, undisturbed[1].usage.prompt_tokens, num_sessions=len(answers))
         given = await asyncio.gather(*answers)
         assert [each.token_ids for each in given] == [each.token_ids for each in undisturbed for _ in "abc"]
         assert all(each.usage.recoveries == 2 for each in given)
@@ -103,11 +99,7 @@ async def test_who_takes_a_session_over_verifies_who_opened_it_and_may_hand_it_o
         await client.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, session=session)
         answer = asyncio.create_task(client.generate(PROMPTS[1], **OPTIONS))
         for _ in range(2):
-            leaving = swarm.servers.pop(1)
-            await until_held(leaving, 2, undisturbed.usage.prompt_tokens)
-            with held_up(leaving):
-                await swarm.add_server("2:5")
-            await asyncio.wait_for(leaving.stop(), 60)
+            leaving, _ = await hand_over(swarm, 1, undisturbed.usage.prompt_tokens, num_sessions=2)
             # What it counted can be read also when it has stopped.
             moved = leaving.registry.get_sample_value("corolla_sessions_handed_over_total", {"outcome": "moved"})
             assert moved == 2
@@ -298,11 +290,7 @@ async def test_a_handover_sends_only_the_tokens_that_a_sliding_window_still_sees
     async with Swarm(tmp_path, folder, ["0:2", "2:5"], server=server) as swarm, swarm.connect() as client:
         answer, undisturbed = await begin(swarm, client, PROMPTS[1], options)
         for _ in range(2):
-            leaving = swarm.servers.pop(0)
-            await until_held(leaving, 1)
-            with held_up(leaving):
-                await swarm.add_server(leaving.settings.blocks)
-            await asyncio.wait_for(leaving.stop(), 60)
+            await hand_over(swarm, 0)
         assert (await answer).token_ids == undisturbed
         assert (await answer).usage.recoveries == 2
         assert await sample(swarm.clients[0].metrics_port, RECOMPUTED) == 0

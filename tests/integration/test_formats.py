@@ -22,7 +22,7 @@ from corolla.models.tokenizer_text import tokenizer_text
 from corolla.sdk.client import Client
 from corolla.sdk.results import FinishReason
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
-from tests.integration.deaths import beyond, doom
+from tests.integration.deaths import answer_across_a_death
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.philox import services_draws
@@ -227,27 +227,18 @@ async def test_what_a_draft_model_drafts_of_a_form_changes_nothing(
 async def test_an_answer_keeps_its_form_and_its_tokens_when_a_hop_dies(
     tmp_path: Path, model: Path, hop: int, mode: str, sampling: dict[str, Any]
 ) -> None:
-    spans = ["0:2", "2:5"]
     options: dict[str, Any] = {"response_format": schema_format(PERSON), "max_tokens": 300, **sampling}
     client_settings = {"adaptive_drafts": False, "recovery_patience_s": 30.0}
     server_settings = {"prefix_cache": False, "draft_model": str(model)}
     async with (
-        Swarm(tmp_path, model, spans, server=server_settings, client=client_settings) as swarm,
+        Swarm(tmp_path, model, ["0:2", "2:5"], server=server_settings, client=client_settings) as swarm,
         swarm.connect() as client,
     ):
         expected = await client.generate(PROMPT, **options, speculation="off")
-        victim = swarm.servers[hop]
         middle = expected.usage.prompt_tokens + len(expected.token_ids) // 2
-        deaths = doom(swarm, victim, beyond(middle))
-        answering = asyncio.create_task(client.generate(PROMPT, **options, speculation=mode))
-        await swarm.add_server(spans[hop])
-        answer = await answering
-        assert len(deaths) == 1
-        assert (answer.token_ids, answer.text, answer.usage.recoveries) == (expected.token_ids, expected.text, 1)
+        answer = await answer_across_a_death(swarm, client, hop, middle, PROMPT, **options, speculation=mode)
+        assert (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
         jsonschema.validate(json.loads(answer.text), PERSON)
-        swarm.servers.remove(victim)
-        await swarm.until_empty()
-        await victim.stop()
 
 
 async def test_a_caller_learns_what_its_schema_asks_in_vain(swarm: Swarm) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.deaths import beyond, doom
-from tests.integration.gates import held_up, until_held
+from tests.integration.deaths import answer_across_a_death
+from tests.integration.gates import hand_over
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.reference import Unsplit
@@ -115,11 +115,9 @@ async def test_an_answer_goes_on_when_its_server_dies(tmp_path: Path, kind: str)
         Swarm(tmp_path, folder, ["0:2", "2:5"], server={"kv_cache_mib": 16, **chosen}, client=chosen) as swarm,
         swarm.connect() as client,
     ):
-        deaths = doom(swarm, swarm.servers[1], beyond(middle))
-        answering = asyncio.create_task(client.generate(PROMPTS[1], max_tokens=NUM_NEW_TOKENS, ignore_eos=True))
-        await swarm.add_server("2:5")
-        reference.check((await answering).token_ids)
-        assert deaths
+        options = {"max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+        answer = await answer_across_a_death(swarm, client, 1, middle, PROMPTS[1], **options)
+        reference.check(answer.token_ids)
 
 
 @pytest.mark.parametrize("kind", quick(["fp8", "int8"], "fp8"))
@@ -133,11 +131,7 @@ async def test_a_session_is_handed_over_as_it_is_stored(tmp_path: Path, kind: st
         swarm.connect() as client,
     ):
         answering = asyncio.create_task(client.generate(PROMPTS[1], max_tokens=400, ignore_eos=True))
-        leaving = swarm.servers.pop()
-        await until_held(leaving, 1, len(PROMPTS[1]))
-        with held_up(leaving):
-            other = await swarm.add_server("2:5")
-        await leaving.stop()
+        _, other = await hand_over(swarm, 1, len(PROMPTS[1]))
         reference.check((await answering).token_ids)
         assert await sample(other.metrics_port, "corolla_handover_bytes_total", direction="in") > 0
 

@@ -10,7 +10,7 @@ import torch
 from corolla.hf import AutoDistributedModelForCausalLM
 from tests.checkpoints import LONG_ROPE_LENGTH, make_long_rope_checkpoint
 from tests.integration.deaths import answer_across_a_death
-from tests.integration.gates import held_up, until_held
+from tests.integration.gates import hand_over
 from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit
 from tests.tiers import quick
@@ -21,13 +21,9 @@ NUM_NEW_TOKENS = 24
 SAMPLED: Sampling = {"temperature": 1.1, "top_p": 0.95, "repetition_penalty": 1.2, "seed": 7}
 # Texts that stay short, become long in the middle of the answer, with its first token or the one before, and are long.
 LENGTHS = (
-    20,
-    LONG_ROPE_LENGTH - NUM_NEW_TOKENS // 2,
-    LONG_ROPE_LENGTH - 1,
-    LONG_ROPE_LENGTH,
-    LONG_ROPE_LENGTH + 1,
+    20, LONG_ROPE_LENGTH - NUM_NEW_TOKENS // 2, LONG_ROPE_LENGTH - 1, LONG_ROPE_LENGTH, LONG_ROPE_LENGTH + 1,
     LONG_ROPE_LENGTH + 40,
-)
+)  # fmt: skip
 
 
 def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
@@ -152,11 +148,7 @@ async def test_a_server_that_leaves_hands_long_texts_over_and_nothing_is_compute
     expected = unsplit.generate(prompt_ids, 300, ignore_eos=True).token_ids
     async with swarm_of(tmp_path, model, TWO_HOPS) as swarm, swarm.connect() as client:
         answering = asyncio.create_task(client.generate(prompt_ids, max_tokens=300, ignore_eos=True))
-        leaving = swarm.servers.pop(0)
-        await until_held(leaving, 1, LONG_ROPE_LENGTH + 10)
-        with held_up(leaving):
-            await swarm.add_server(TWO_HOPS[0])
-        await leaving.stop()
+        await hand_over(swarm, 0, LONG_ROPE_LENGTH + 10)
         answer = await answering
         assert list(answer.token_ids) == expected
         assert answer.usage.recoveries == 1

@@ -8,9 +8,8 @@ import pytest
 
 from corolla.models.checkpoint import Checkpoint
 from tests.gguf_files import make_tiny_gguf
-from tests.integration.deaths import beyond, doom
+from tests.integration.deaths import answer_across_a_death
 from tests.integration.swarm import Swarm
-from tests.integration.waiting import until
 from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 from tests.reference import Unsplit
 from tests.tiers import quick
@@ -79,17 +78,9 @@ async def test_a_packed_hop_that_dies_is_replaced_and_no_token_changes(tmp_path:
     path, unsplit = packed_model(tmp_path, kind)
     prompt, spans = PROMPTS[0], CHAINS[1]
     expected = unsplit.generate(prompt, NUM_NEW_TOKENS, ignore_eos=True)
+    options = {"max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
     settings = {"kv_cache_mib": 16, "prefix_cache": False, **PACKED}
     patience = {"recovery_patience_s": 30.0, **PACKED}
     async with Swarm(tmp_path, path, spans, server=settings, client=patience) as swarm, swarm.connect() as client:
-        victim = swarm.servers[hop]
-        deaths = doom(swarm, victim, beyond(len(prompt) + 9))
-        answering = asyncio.create_task(client.generate(prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True))
-        await until(lambda: deaths or victim.sessions)
-        await swarm.add_server(spans[hop])
-        answer = await answering
-        assert len(deaths) == 1
-        assert (list(answer.token_ids), answer.usage.recoveries) == (expected.token_ids, 1)
-        swarm.servers.remove(victim)
-        await swarm.until_empty()
-        await victim.stop()
+        answer = await answer_across_a_death(swarm, client, hop, len(prompt) + 9, prompt, **options)
+        assert list(answer.token_ids) == expected.token_ids

@@ -14,7 +14,7 @@ from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.models.checkpoint import Checkpoint
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import answer_across_a_death
-from tests.integration.gates import held_up, until_held
+from tests.integration.gates import hand_over
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.reference import Sampling, Unsplit
@@ -110,11 +110,7 @@ async def test_a_server_that_leaves_hands_states_over_and_nothing_is_computed_tw
     async with swarm_of(tmp_path, model) as swarm, swarm.connect() as client:
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=240, ignore_eos=True, **SAMPLED))
         for _ in range(2):
-            leaving = swarm.servers.pop(0)
-            await until_held(leaving, 1, 100)
-            with held_up(leaving):
-                await swarm.add_server(leaving.settings.blocks)
-            await asyncio.wait_for(leaving.stop(), 60)
+            await hand_over(swarm, 0, 100)
         answer = await answering
         assert list(answer.token_ids) == expected
         assert answer.usage.recoveries == 2

@@ -21,7 +21,7 @@ from corolla.chassis.tracing import spans
 from corolla.local.options import StackOptions
 from corolla.local.stack import Stack
 from corolla.v1 import generation_pb2, generation_pb2_grpc
-from tests.integration.gates import held_up, until_held
+from tests.integration.gates import hand_over
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.trace_collector import CollectedSpan, TraceCollector, tree
@@ -155,12 +155,8 @@ async def test_a_handover_is_a_span_of_the_server_that_leaves(
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         num_prompt_tokens = (await client.generate(PROMPT, max_tokens=1)).usage.prompt_tokens
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=600, ignore_eos=True))
-        leaving = swarm.servers.pop()
         # Past the prompt: what happens to that is under a span of its own.
-        await until_held(leaving, 1, num_prompt_tokens)
-        with held_up(leaving):
-            taker = await swarm.add_server(SPANS[1])
-        await leaving.stop()
+        leaving, taker = await hand_over(swarm, 1, num_prompt_tokens)
         assert (await answering).usage.recoveries == 1
         _, request = await ended(collector, 2)
         # A round that finds the other server not ready yet has a span, too; another one follows.
