@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.hf.modeling import DistributedModelForCausalLM
@@ -57,3 +58,20 @@ def left_padding(num_tokens: int, *num_pads: int) -> Tensor:
     for row, count in enumerate(num_pads):
         mask[row, :count] = 0
     return mask
+
+
+class Listing(BaseStreamer):
+    """Lists what it gets; may be interrupted."""
+
+    def __init__(self, interrupted_at: int | None = None) -> None:
+        self.puts: list[list[int]] = []
+        self.has_ended = False
+        self._interrupted_at = interrupted_at
+
+    def put(self, value: Tensor) -> None:
+        self.puts.append(value.flatten().tolist())
+        if len(self.puts) == self._interrupted_at:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        self.has_ended = True

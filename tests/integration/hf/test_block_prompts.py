@@ -214,25 +214,20 @@ def test_concurrent_sessions_keep_their_own_prompts(llama: ModelPair) -> None:
     llama.stack.until_empty()
 
 
+SHAPES = [(4, 6, 64), (5, 6, 63), (5, 0, 64), (0, 6, 64), (6, 64), (5, 1, 1, 6, 64), (5, 0, 6, 64), (5, 513, 64), ()]
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [(4, 6, 64), (5, 6, 63), (5, 0, 64), (0, 6, 64), (6, 64), (5, 1, 1, 6, 64), (5, 0, 6, 64), (5, 513, 64), ()],
-    ids=str,
+    "prompts, says",
+    [
+        *((torch.zeros(shape), "`block_prompts`") for shape in SHAPES),
+        ([[[0.0] * 64]], "`block_prompts` must be a tensor"),
+        *((torch.full((5, 2, 64), value), "finite") for value in (torch.nan, torch.inf)),
+    ],
 )
-def test_a_shape_that_does_not_fit_is_refused(llama: ModelPair, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="`block_prompts`"):
-        llama.remote.inference_session(block_prompts=torch.zeros(shape))
-
-
-def test_block_prompts_that_are_no_tensor_are_refused(llama: ModelPair) -> None:
-    with pytest.raises(ValueError, match="`block_prompts` must be a tensor"):
-        llama.remote.inference_session(block_prompts=[[[0.0] * 64]])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_block_prompts_that_are_not_finite_are_refused(llama: ModelPair, value: float) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        llama.remote.inference_session(block_prompts=torch.full((5, 2, 64), value))
+def test_block_prompts_that_do_not_fit_are_refused(llama: ModelPair, prompts: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        llama.remote.inference_session(block_prompts=prompts)
 
 
 def test_a_batch_of_another_size_is_refused(llama: ModelPair) -> None:

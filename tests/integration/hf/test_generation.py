@@ -19,13 +19,12 @@ from transformers import (
     WatermarkingConfig,
 )
 from transformers.generation.stopping_criteria import MaxTimeCriteria
-from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import CheckpointError, NoChain
 from corolla.hf import AutoDistributedModelForCausalLM, DistributedLlamaForCausalLM, DistributedQwen2ForCausalLM
 from corolla.hf.refusals import METHODS
 from tests.checkpoints import make_tiny_checkpoint, make_tokenizer
-from tests.integration.hf.models import ModelPair, draw_prompts, left_padding
+from tests.integration.hf.models import Listing, ModelPair, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stacks
 from tests.tiers import quick
 
@@ -150,24 +149,12 @@ def test_a_returned_cache_goes_on(llama: ModelPair) -> None:
     assert further.tolist() == llama.unsplit.generate(PROMPT, max_new_tokens=12).tolist()
 
 
-class Collector(BaseStreamer):
-    def __init__(self) -> None:
-        self.pieces: list[list[int]] = []
-        self.has_ended = False
-
-    def put(self, value: Any) -> None:
-        self.pieces.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.has_ended = True
-
-
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}], ids=["plain", "drafts"])
 def test_tokens_are_streamed(llama: ModelPair, options: dict[str, Any]) -> None:
-    collector, expected = Collector(), Collector()
+    collector, expected = Listing(), Listing()
     llama.remote.generate(PROMPT, max_new_tokens=6, streamer=collector, **options)
     llama.unsplit.generate(PROMPT, max_new_tokens=6, streamer=expected, **options)
-    assert collector.pieces == expected.pieces
+    assert collector.puts == expected.puts
     assert collector.has_ended
 
 

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from corolla.chassis.errors import NoChain
 from corolla.hf import AutoDistributedModelForCausalLM, RemoteModelForCausalLM
 from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint, make_tokenizer
-from tests.integration.hf.models import draw_prompts, left_padding
+from tests.integration.hf.models import Listing, draw_prompts, left_padding
 from tests.integration.hf.stacks import Stack, Stacks
 from tests.reference import Sampling, Unsplit
 
@@ -124,23 +122,6 @@ def test_sampled_rows_draw_from_seeds_of_their_own(remote: RemoteModelForCausalL
         )
         assert answered[:, PROMPT.shape[1] :].tolist() == expected
     assert len(set(map(tuple, expected))) == 3
-
-
-class Listing(BaseStreamer):
-    """Lists what it gets; may be interrupted."""
-
-    def __init__(self, interrupted_at: int | None = None) -> None:
-        self.puts: list[list[int]] = []
-        self.has_ended = False
-        self._interrupted_at = interrupted_at
-
-    def put(self, value: Tensor) -> None:
-        self.puts.append(value.flatten().tolist())
-        if len(self.puts) == self._interrupted_at:
-            raise KeyboardInterrupt
-
-    def end(self) -> None:
-        self.has_ended = True
 
 
 def test_a_streamer_gets_the_prompt_then_tokens(remote: RemoteModelForCausalLM) -> None:
