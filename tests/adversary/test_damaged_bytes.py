@@ -1,4 +1,4 @@
-"""Bytes that are almost right, where they are taken apart: frames, records in the store, templates of checkpoints."""
+"""Bytes that are almost right, where they are taken apart: records, samplers, parts of sessions, templates."""
 
 import contextlib
 import secrets
@@ -25,32 +25,13 @@ from corolla.client.text.template import TemplateRefusal
 from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub
-from corolla.wire.frames import CONTROL_CLASSES, FrameParser, encode
 from tests.adversary.messages import damaged, messages
 from tests.adversary.running import REASONS, running
 from tests.checkpoints import CHAT_TEMPLATE
 from tests.embedded_redis import EmbeddedRedis
-from tests.frame_bytes import join
 from tests.integration.router.conftest import running_router
 
-MAX_FRAME_BYTES = 1 << 16
 NUM_PAGES, MAX_TOKENS, WINDOWS = 32, 24, (None, 6, None)
-FRAMES = st.tuples(
-    st.sampled_from(list(CONTROL_CLASSES.values())).flatmap(lambda cls: messages(cls, {})), st.binary(max_size=64)
-)
-STREAMS = st.lists(FRAMES, min_size=1, max_size=3).map(lambda frames: join(encode(*each) for each in frames))
-
-
-@settings(max_examples=300)
-@given(data=damaged(STREAMS), cut=st.integers(1, 40))
-def test_frames_are_whole_or_malformed(data: bytes, cut: int) -> None:
-    """However they are cut, no more is kept of them than a frame may have."""
-    parser = FrameParser(MAX_FRAME_BYTES)
-    with contextlib.suppress(MalformedMessage):
-        for start in range(0, len(data), cut):
-            for frame in parser.feed(data[start : start + cut]):
-                assert type(frame.control) in CONTROL_CLASSES.values()
-                assert len(frame.payload) <= MAX_FRAME_BYTES
 
 
 @pytest.fixture(scope="module")

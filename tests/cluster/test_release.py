@@ -66,23 +66,8 @@ def test_pods_ask_by_the_services_name(whole: None, address: str) -> None:
     assert inside["cached_in_second_turn"] > 0
 
 
-def test_a_conversation_goes_on_at_another_client_service(whole: None) -> None:
-    one, other = release.names(release.pods("client"))
-    with release.forwarded(f"pod/{one}") as here, release.forwarded(f"pod/{other}") as there:
-        texts = []
-        for second in (here, there):
-            with Client(here, timeout=300) as first_client, Client(second, timeout=300) as second_client:
-                chat = first_client.chat(temperature=0, max_tokens=24)
-                chat.send("What is the capital of France?")
-                going_on = second_client.chat(session=chat.session_id, temperature=0, max_tokens=24)
-                reply = going_on.send("And of Italy?")
-                assert reply.usage.cached_tokens > 0
-                texts.append(reply.text)
-        assert texts[0] == texts[1]
-
-
 def test_client_services_use_no_more_memory_than_they_ask_for(whole: None) -> None:
-    """Runs after the one above: each has rendered a conversation, for which it keeps a process."""
+    """Each has rendered a conversation in the test above, and keeps a process for it."""
     for pod in release.pods("client"):
         said = release.kubectl("exec", pod["metadata"]["name"], "--", "sh", "-c", MEMORY).split()
         num_renderers, num_bytes = map(int, said)

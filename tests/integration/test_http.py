@@ -355,36 +355,26 @@ async def test_without_keys_pages_of_other_hosts_are_refused(http: httpx2.AsyncC
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "host")
 
 
-class Raw:
-    """A connection on which anything can be said."""
+async def reply_to(swarm: Swarm, said: bytes) -> bytes:
+    """All that comes on a connection on which this is said, until the other end closes it; it must, soon."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", swarm.clients[0].http_port)
+    writer.write(said)
+    async with asyncio.timeout(10):
+        found = await reader.read()
+    writer.close()
+    return found
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
 
-    @classmethod
-    async def to(cls, swarm: Swarm) -> "Raw":
-        return cls(*await asyncio.open_connection("127.0.0.1", swarm.clients[0].http_port))
-
-    async def rest(self) -> bytes:
-        """All that comes until the other end closes; it must, soon."""
-        async with asyncio.timeout(10):
-            found = await self.reader.read()
-        self.writer.close()
-        return found
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 async def test_heads_and_bodies_that_do_not_come_are_not_waited_for(swarm: Swarm) -> None:
-    silent, half_head, half_body = [await Raw.to(swarm) for _ in range(3)]
-    half_head.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
-    half_body.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
-    assert await silent.rest() == b""
-    assert await half_head.rest() == b""
-    assert b" 504 " in (await half_body.rest()).partition(b"\r\n")[0]
+    half_body = HEAD + b"content-length: 100\r\n\r\n{"
+    silent, half_head, reply = await asyncio.gather(*(reply_to(swarm, said) for said in (b"", HEAD, half_body)))
+    assert silent == half_head == b""
+    assert b" 504 " in reply.partition(b"\r\n")[0]
 
 
 async def test_a_body_without_a_length_is_counted_as_it_comes(swarm: Swarm) -> None:
-    raw = await Raw.to(swarm)
-    raw.writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
-    for _ in range(100):
-        raw.writer.write(b"1000\r\n" + b" " * 0x1000 + b"\r\n")
-    assert (await raw.rest()).startswith(b"HTTP/1.1 413 ")
+    chunks = (b"1000\r\n" + b" " * 0x1000 + b"\r\n") * 100
+    assert (await reply_to(swarm, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunks)).startswith(b"HTTP/1.1 413 ")

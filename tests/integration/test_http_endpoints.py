@@ -12,7 +12,6 @@ from typing import Any
 import httpx2
 import pytest
 import pytest_asyncio
-from prometheus_client.parser import text_string_to_metric_families
 
 from corolla.chassis import audit
 from corolla.client.api.keys import NewKey, Scope
@@ -21,6 +20,7 @@ from corolla.http.openapi import OPERATIONS
 from corolla.trust.workload import Role
 from tests.checkpoints import make_tiny_checkpoint
 from tests.identities import Identities
+from tests.integration.metrics import sample, until_sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 
@@ -61,17 +61,6 @@ def caller(service: ClientService, key: str = SIMPLE, **options: Any) -> httpx2.
         headers={"authorization": f"Bearer {key}"},
         timeout=60,
         **options,
-    )
-
-
-async def metric(service: ClientService, name: str, **labels: str) -> float:
-    async with httpx2.AsyncClient() as http:
-        text = (await http.get(f"http://127.0.0.1:{service.metrics_port}/metrics")).text
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
     )
 
 
@@ -124,7 +113,8 @@ async def test_messages_are_let_in_counted_and_refused_as_other_requests(
     facts = [vars(each) for each in caplog.records if vars(each).get("method") == "POST /v1/messages"]
     assert [each["outcome"] for each in facts] == ["OK", "OK", *["UNAUTHENTICATED"] * 2, "SCOPE_DENIED", "OK"]
     assert (facts[0]["tenant"], facts[0]["generated_tokens"]) == ("bob", 2)
-    assert await metric(swarm.clients[0], "corolla_http_requests_total", route="POST /v1/messages", status="200") == 3
+    served = {"route": "POST /v1/messages", "status": "200"}
+    assert await sample(swarm.clients[0].metrics_port, "corolla_http_requests_total", **served) == 3
 
 
 async def test_a_response_and_the_session_made_for_it_are_one_request(swarm: Swarm) -> None:
@@ -139,12 +129,12 @@ async def test_requests_are_counted_and_audited(swarm: Swarm, caplog: pytest.Log
     caplog.set_level(logging.INFO, audit.LOGGER)
     service = swarm.clients[0]
     labels = {"route": f"POST {COMPLETIONS}", "status": "200", "fault": "none"}
-    before = await metric(service, "corolla_http_requests_total", **labels)
+    before = await sample(service.metrics_port, "corolla_http_requests_total", **labels)
     async with caller(service) as http:
         body = {**LONG, "prompt": [[1, 2], [3]], "max_tokens": 4}
         replies = [await http.post(COMPLETIONS, json=body, headers={"x-request-id": "mine"})]
         replies.append(await http.post(COMPLETIONS, json=body))
-    assert await metric(service, "corolla_http_requests_total", **labels) == before + 2
+    assert await sample(service.metrics_port, "corolla_http_requests_total", **labels) == before + 2
     facts = [vars(each) for each in caplog.records if vars(each).get("method") == labels["route"]]
     assert [(each["outcome"], each["tenant"]) for each in facts] == [("OK", "bob")] * 2
     assert (facts[0]["prompt_tokens"], facts[0]["generated_tokens"]) == (3, 8)
@@ -157,7 +147,7 @@ async def test_each_request_of_each_endpoint_ends_in_one_series(swarm: Swarm, ca
     caplog.set_level(logging.INFO, audit.LOGGER)
     service = swarm.clients[0]
     total = "corolla_http_requests_total"
-    before, num_requests, num_audited = await metric(service, total), 0, 0
+    before, num_requests, num_audited = await sample(service.metrics_port, total), 0, 0
     async with caller(service) as http:
         for operation in OPERATIONS:
             path = operation.path.replace("{", "").replace("}", "")
@@ -180,10 +170,10 @@ async def test_each_request_of_each_endpoint_ends_in_one_series(swarm: Swarm, ca
     async with asyncio.timeout(5):
         await reader.read()
     writer.close()
-    assert await metric(service, total) == before + num_requests + 3
-    assert await metric(service, total, route="unknown path", status="404") == 2
-    assert await metric(service, total, route="unknown path", status="400") == 1
-    assert await metric(service, total, route=f"other {CHATS}", status="405") == 2
+    assert await sample(service.metrics_port, total) == before + num_requests + 3
+    assert await sample(service.metrics_port, total, route="unknown path", status="404") == 2
+    assert await sample(service.metrics_port, total, route="unknown path", status="400") == 1
+    assert await sample(service.metrics_port, total, route=f"other {CHATS}", status="405") == 2
     assert len([each for each in caplog.records if each.name == audit.LOGGER]) == num_audited
 
 
@@ -202,7 +192,7 @@ async def test_a_refused_stranger_does_not_keep_its_connection(swarm: Swarm) -> 
 async def test_requests_without_an_answer_are_no_answers(swarm: Swarm) -> None:
     service = swarm.clients[0]
     names = ("corolla_request_success_total", "corolla_e2e_request_latency_seconds_count", "corolla_readings_total")
-    before = [await metric(service, name) for name in names]
+    before = [await sample(service.metrics_port, name) for name in names]
     async with caller(service) as http:
         for path, body in (
             ("/v1/embeddings", {"input": ["a", "b"]}),
@@ -212,7 +202,7 @@ async def test_requests_without_an_answer_are_no_answers(swarm: Swarm) -> None:
             (COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 1, "n": 2}),
         ):
             assert (await http.post(path, json=body)).status_code == 200
-    assert [await metric(service, name) for name in names] == [before[0] + 2, before[1] + 2, before[2] + 6]
+    assert [await sample(service.metrics_port, name) for name in names] == [before[0] + 2, before[1] + 2, before[2] + 6]
 
 
 async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) -> None:
@@ -220,15 +210,12 @@ async def test_who_leaves_is_counted_as_gone_and_leaves_nothing(swarm: Swarm) ->
     async with caller(service) as http, http.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as stream:
         lines = stream.aiter_lines()
         await anext(lines)
-        assert await metric(service, "corolla_http_open_streams") == 1
+        assert await sample(service.metrics_port, "corolla_http_open_streams") == 1
     await swarm.until_empty()
-
-    async def is_counted() -> bool:
-        return await metric(service, "corolla_http_requests_total", status="499", fault="caller") >= 1
-
-    await until(is_counted)
-    assert await metric(service, "corolla_http_open_streams") == 0
-    assert await metric(service, "corolla_request_success_total", finished_reason="abort") == 1
+    gone = {"status": "499", "fault": "caller"}
+    await until_sample(service.metrics_port, "corolla_http_requests_total", lambda count: count >= 1, **gone)
+    assert await sample(service.metrics_port, "corolla_http_open_streams") == 0
+    assert await sample(service.metrics_port, "corolla_request_success_total", finished_reason="abort") == 1
 
 
 async def test_connections_are_bounded(swarm: Swarm) -> None:
@@ -238,7 +225,7 @@ async def test_connections_are_bounded(swarm: Swarm) -> None:
         answered = await streams[2][0].read()
     assert answered.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in answered
-    assert await metric(service, "corolla_http_refused_connections_total") == 1
+    assert await sample(service.metrics_port, "corolla_http_refused_connections_total") == 1
     for _, writer in streams:
         writer.close()
 
@@ -250,7 +237,7 @@ async def test_handshakes_are_connections_too(swarm: Swarm, public: Path) -> Non
     async with asyncio.timeout(5):
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
-    assert await metric(service, "corolla_http_refused_connections_total") == 1
+    assert await sample(service.metrics_port, "corolla_http_refused_connections_total") == 1
     for each in (*[writer for _, writer in silent], writer):
         each.close()
     context = ssl.create_default_context(cafile=str(public / "ca.crt"))

@@ -15,8 +15,8 @@ from corolla.client.service import ClientBounds, ClientService
 from corolla.http.page import HEADERS
 from corolla.http.placement_facts import name_of
 from tests.integration.deaths import doom
+from tests.integration.metrics import sample, until_sample
 from tests.integration.swarm import Swarm, tiny_swarm
-from tests.integration.test_http_endpoints import metric
 from tests.integration.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -134,16 +134,12 @@ async def test_as_many_watch_as_may_and_leave_nothing(swarm: Swarm) -> None:
     async with caller(service) as http:
         watching = placements(http)
         await anext(watching)
-        assert await metric(service, "corolla_http_watchers") == 1
-        assert await metric(service, "corolla_http_open_streams") == 0
+        assert await sample(service.metrics_port, "corolla_http_watchers") == 1
+        assert await sample(service.metrics_port, "corolla_http_open_streams") == 0
         refused = await http.get(PLACEMENT)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         await watching.aclose()
-
-        async def is_free() -> bool:
-            return await metric(service, "corolla_http_watchers") == 0
-
-        await until(is_free)
+        await until_sample(service.metrics_port, "corolla_http_watchers", lambda count: count == 0)
         await anext(placements(http))
 
 

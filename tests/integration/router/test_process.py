@@ -72,17 +72,6 @@ def test_a_bad_setting_ends_the_start_with_a_sentence(variables: dict[str, str],
     assert "hush" not in said
 
 
-def test_a_taken_port_ends_the_start_with_a_sentence(redis_url: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        process = start_process(redis_url=redis_url, host="127.0.0.1", port=str(port))
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in said
-
-
 def test_redis_on_a_taken_port_says_so(tmp_path: Path) -> None:
     first = EmbeddedRedis.start(tmp_path / "first")
     try:

@@ -12,15 +12,6 @@ from corolla.cli.app import main
 from tests.generation_server import GenerationServer
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["generate"], ["chat"], ["status"], ["bench"], ["up"], ["demo"], ["router"], ["block-server"], ["client"]],
-)
-def test_every_command_has_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--help"]) == 0
-    assert "Usage: corolla" in capsys.readouterr().out
-
-
 def test_help_loads_nothing_slow() -> None:
     program = (
         "import sys; from corolla.cli.app import main; main(['--help']); "
@@ -84,12 +75,6 @@ def test_another_service_is_not_mistaken_for_a_router(
 ) -> None:
     assert main(["status", "--router", server.address]) == 1
     assert capsys.readouterr().err.startswith("corolla: ")
-
-
-@pytest.mark.parametrize("command", ["router", "block-server", "client"])
-def test_settings_are_listed_with_their_variables(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--settings"]) == 0
-    assert "COROLLA_METRICS_PORT" in capsys.readouterr().out
 
 
 def test_a_reader_that_closes_its_pipe_is_no_failure(server: GenerationServer) -> None:

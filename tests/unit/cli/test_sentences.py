@@ -98,9 +98,10 @@ def test_an_option_that_no_command_has(capsys: pytest.CaptureFixture[str]) -> No
 def test_help_loses_no_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Markup takes words in brackets for styles, and leaves them out."""
     monkeypatch.setenv("COLUMNS", "400")
-    for name, command in commands():
+    for name, command in (([], get_command(app)), *commands()):
         assert main([*name, "--help"]) == 0
         shown = capsys.readouterr().out
+        assert "Usage: corolla" in shown
         for each in command.params:
             text = getattr(each, "help", None) or ""
             assert " ".join(text.split()) in " ".join(shown.split()), (name, each.name)
