@@ -26,14 +26,9 @@ CHAT_TEMPLATE = (
 )
 
 _SHAPE: Mapping[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": HIDDEN_SIZE,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT_LENGTH,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": CONTEXT_LENGTH, "tie_word_embeddings": False,
+}  # fmt: skip
 _HEAD_SIZE = {"head_dim": 16}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -49,13 +44,9 @@ _ROUTED = {
 }
 # Keys and values of different head sizes, made of a short latent.
 _LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-}
+}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 _DELTA_RULE = {
     "linear_conv_kernel_dim": 4,
@@ -67,43 +58,19 @@ _DELTA_RULE = {
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}}
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _GPT2_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN_SIZE, "n_head": 4, "n_positions": CONTEXT_LENGTH}
 
 # Families whose blocks differ in kind; no two spans of the tests begin alike.
 _MIXED_FAMILIES = frozenset(
     {
-        "afmoe",
-        "cohere2",
-        "cohere2_moe",
-        "cwm",
-        "dots1",
-        "exaone4",
-        "exaone_moe",
-        "flint",
-        "gemma2",
-        "gemma3_text",
-        "gpt_oss",
-        "granite_swa",
-        "granitemoe_swa",
-        "kolibri1",
-        "laguna",
-        "mellum",
-        "ministral",
-        "olmo3",
-        "qwen2",
+        "afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "flint", "gemma2", "gemma3_text",
+        "gpt_oss", "granite_swa", "granitemoe_swa", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "qwen2",
         "vaultgemma",
     }
-)
+)  # fmt: skip
 _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
 # Blocks with a recurrent state, between those with attention.
 _RECURRENT_KINDS: Mapping[str, str] = {

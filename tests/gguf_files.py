@@ -15,14 +15,9 @@ from corolla.models.loading import LOADING
 from tests.checkpoints import SPECIAL_TOKENS, make_tiny_checkpoint, make_tokenizer
 
 ARCHITECTURES: Mapping[str, str] = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "qwen3_moe": "qwen3moe",
-}
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
 # A file cannot say which of its blocks have a window, so they are those that the family's configuration gives.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},

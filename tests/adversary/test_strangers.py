@@ -75,15 +75,11 @@ def percentile_s(listeners: list[Listener]) -> float:
 @pytest.mark.parametrize(
     "port, kinds",
     [
-        ("client", CALLERS),
-        ("client", ("bomb",)),
-        ("client", HALF_HANDSHAKES),
-        ("router", HALF_HANDSHAKES),
-        ("data", HALF_HANDSHAKES),
-        ("control", HALF_HANDSHAKES),
+        ("client", CALLERS), ("client", ("bomb",)), ("client", HALF_HANDSHAKES), ("router", HALF_HANDSHAKES),
+        ("data", HALF_HANDSHAKES), ("control", HALF_HANDSHAKES),
     ],
     ids=["client-mixed", "client-bombs", "client-handshakes", "router", "data", "control"],
-)
+)  # fmt: skip
 async def test_a_crowd_of_strangers_disturbs_nobody(stack: RunningStack, port: str, kinds: tuple[str, ...]) -> None:
     (server,) = stack.servers
     addresses = {

@@ -10,15 +10,8 @@ from typing import Final
 from tests.architecture.sources import ROOT, identify
 
 CLEAN: Final = (
-    "services",
-    "tests",
-    "benchmarks",
-    "tools",
-    "charts",
-    "Makefile",
-    "Dockerfile.client",
-    "Dockerfile.server",
-)
+    "services", "tests", "benchmarks", "tools", "charts", "Makefile", "Dockerfile.client", "Dockerfile.server",
+)  # fmt: skip
 """The folders and files that keep to these rules."""
 
 _OPENINGS: Final = re.compile(
@@ -85,13 +78,9 @@ def joined(comments: list[tuple[int, str, bool]]) -> Iterator[Prose]:
 
 
 _READERS: Final = {
-    ".py": prose_of_python,
-    ".yaml": prose_of_script,
-    ".tpl": prose_of_script,
-    "": prose_of_script,
-    ".client": prose_of_script,
-    ".server": prose_of_script,
-}
+    ".py": prose_of_python, ".yaml": prose_of_script, ".tpl": prose_of_script, "": prose_of_script,
+    ".client": prose_of_script, ".server": prose_of_script,
+}  # fmt: skip
 
 
 def faults_of(text: str) -> list[str]:

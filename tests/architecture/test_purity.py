@@ -45,10 +45,6 @@ def test_deciding_modules_say_pure() -> None:
     """Those whose purity the architecture promises; others may come, none of these may lose its mark."""
     names = {dotted(path).removeprefix("corolla.") for path in PURE}
     assert {
-        "block_server.scheduler",
-        "block_server.sessions",
-        "decoding.stopping",
-        "planning.planner",
-        "router.placement",
+        "block_server.scheduler", "block_server.sessions", "decoding.stopping", "planning.planner", "router.placement",
         "router.rebalancing",
-    } <= names
+    } <= names  # fmt: skip

@@ -462,14 +462,9 @@ def test_connections_are_admitted_at_both_ends_and_no_others() -> None:
         if called != "any"
     }
     assert calls == {
-        ("block-server", "block-server", 50052),
-        ("block-server", "router", 50050),
-        ("client", "block-server", 50052),
-        ("client", "router", 50050),
-        ("router", "redis", 6379),
-        ("test", "client", 50051),
-        ("test", "client", METRICS),
-    }
+        ("block-server", "block-server", 50052), ("block-server", "router", 50050), ("client", "block-server", 50052),
+        ("client", "router", 50050), ("router", "redis", 6379), ("test", "client", 50051), ("test", "client", METRICS),
+    }  # fmt: skip
     for caller, called, port in calls:
         admits = admitted(objects, called, "ingress")
         assert (caller, port) in admits or ("any", port) in admits

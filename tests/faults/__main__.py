@@ -161,13 +161,9 @@ def main() -> int:
     if not is_all:
         return asyncio.run(run_together(given.rows, given.model, given.spans, given.seed, runs_of, outage_s))
     passed_on = {
-        "runs": num_runs,
-        "seed": given.seed,
-        "model": given.model,
-        "spans": given.spans,
-        "outage": outage_s,
+        "runs": num_runs, "seed": given.seed, "model": given.model, "spans": given.spans, "outage": outage_s,
         **({} if given.turn is None else {"turn": given.turn}),
-    }
+    }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in passed_on.items()]
     status, took_s = asyncio.run(run_all(arguments, max(1, given.jobs)))
     if given.record_durations:

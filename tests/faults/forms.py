@@ -190,16 +190,11 @@ class Asker:
     def _body(self, wanted: Wanted) -> dict[str, Any]:
         schema = self._schemas[wanted.number - 1]
         body: dict[str, Any] = {
-            "messages": [{"role": "user", "content": _PROMPT}],
-            "max_tokens": _MAX_TOKENS,
-            "temperature": 0,
+            "messages": [{"role": "user", "content": _PROMPT}], "max_tokens": _MAX_TOKENS, "temperature": 0,
             "logit_bias": {str(token_id): bias for token_id, bias in self._bias.items()},
-            "speculation": wanted.speculation,
-            "return_token_ids": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **dict(wanted.sampling),
-        }
+            "speculation": wanted.speculation, "return_token_ids": True, "stream": True,
+            "stream_options": {"include_usage": True}, **dict(wanted.sampling),
+        }  # fmt: skip
         if wanted.interface is Interface.HTTP:
             return {**body, "response_format": _format(schema)}
         function = {"name": _TOOL, "parameters": _arguments_of(schema), "strict": True}

@@ -35,21 +35,8 @@ _RECOVERY_TIMEOUT_S = 60.0
 _STOPPED_S = 0.05
 _RUNNING_S = 0.002
 _WORDS = (
-    "the",
-    "thin",
-    "man",
-    "in",
-    "inner",
-    "tent",
-    "then",
-    "an",
-    "anthem",
-    "on",
-    "either",
-    "hand",
-    "another",
-    "other",
-)
+    "the", "thin", "man", "in", "inner", "tent", "then", "an", "anthem", "on", "either", "hand", "another", "other",
+)  # fmt: skip
 
 
 class RunningStack:

@@ -36,16 +36,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # In which kind of process a task runs, and the least and the most times that it goes on before it fails; counted from
 # when somebody watches the health of the process, but for `moves`, which waits for an order after its first time.
 TASKS: Final[dict[EssentialTask, tuple[str, int, int]]] = {
-    "moves": ("server", 1, 1),
-    "heartbeats": ("server", 6, 16),
-    "engine": ("server", 40, 400),
-    "periodic_tasks": ("server", 2, 5),
-    "placement_statistics": ("router", 10, 60),
-    "rebalancing": ("router", 3, 12),
-    "placement_feed": ("router", 5, 40),
-    "http": ("client", 5, 40),
-    "placement_watch": ("client", 3, 8),
-}
+    "moves": ("server", 1, 1), "heartbeats": ("server", 6, 16), "engine": ("server", 40, 400),
+    "periodic_tasks": ("server", 2, 5), "placement_statistics": ("router", 10, 60), "rebalancing": ("router", 3, 12),
+    "placement_feed": ("router", 5, 40), "http": ("client", 5, 40), "placement_watch": ("client", 3, 8),
+}  # fmt: skip
 
 
 async def tasks(stack: RunningStack, rng: random.Random, runs: range) -> int:

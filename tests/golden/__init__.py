@@ -18,14 +18,10 @@ NUM_NEW_TOKENS: Final = 128
 MAX_PROMPT_TOKENS: Final = 600
 
 SAMPLINGS: Final[tuple[Sampling, ...]] = (
-    {"temperature": 0.7},
-    {"temperature": 1.0},
-    {"temperature": 0.8, "top_k": 40},
-    {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 1.3, "min_p": 0.08},
-    {"temperature": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 40}, {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.3, "min_p": 0.08}, {"temperature": 0.9, "repetition_penalty": 1.2},
     {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1},
-)
+)  # fmt: skip
 
 _SEED_CHANGES: Final[dict[str, int]] = {"english-address": 100, "german": 100}
 """Changed seeds of prompts whose first seed led to a choice too close to prove anything."""

@@ -39,18 +39,14 @@ TEXTS = task("texts", "texts.json", output_type="loglikelihood_rolling", doc_to_
 found = lm_eval.simple_evaluate(
     model="local-completions",
     model_args={
-        "model": "tiny",
-        "base_url": f"{URL}/v1/completions",
-        "auth_token": KEY,
-        "max_length": 128,
-        "num_concurrent": 2,
+        "model": "tiny", "base_url": f"{URL}/v1/completions", "auth_token": KEY, "max_length": 128, "num_concurrent": 2,
         "max_retries": 1,
     },
     tasks=[CHOICES, TEXTS],
     batch_size=3,
     log_samples=True,
     bootstrap_iters=0,
-)
+)  # fmt: skip
 asked = {
     name: [{"arguments": each["arguments"], "found": each["filtered_resps"]} for each in samples]
     for name, samples in found["samples"].items()

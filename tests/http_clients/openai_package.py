@@ -124,12 +124,8 @@ def parsed(client: OpenAI) -> None:
 
 def tools(client: OpenAI) -> None:
     asked: dict[str, Any] = {
-        **GREEDY,
-        "tools": TOOLS,
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": 200,
-    }
+        **GREEDY, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200,
+    }  # fmt: skip
     first = client.chat.completions.create(**asked, messages=MESSAGES)
     call = first.choices[0].message.tool_calls[0]
     assert first.choices[0].finish_reason == "tool_calls"

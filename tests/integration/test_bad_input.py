@@ -139,18 +139,13 @@ def unknown_model(methods: tuple[str, ...], request: Message) -> Row:
 def refused_key(name: str, api_key: str | None) -> list[Row]:
     facts: tuple[Any, ...] = (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", (), "", api_key)
     requests: dict[str, Message] = {
-        "Generate": prompt(),
-        "GenerateStream": prompt(),
-        "Chat": chat(("user", "hi")),
-        "ChatStream": chat(("user", "hi")),
-        "CreateSession": pb.CreateSessionRequest(),
+        "Generate": prompt(), "GenerateStream": prompt(), "Chat": chat(("user", "hi")),
+        "ChatStream": chat(("user", "hi")), "CreateSession": pb.CreateSessionRequest(),
         "GetSession": pb.GetSessionRequest(session_id="0" * 32),
-        "DeleteSession": pb.DeleteSessionRequest(session_id="0" * 32),
-        "Tokenize": pb.TokenizeRequest(text="hi"),
-        "Detokenize": pb.DetokenizeRequest(token_ids=[1]),
-        "ListModels": pb.ListModelsRequest(),
+        "DeleteSession": pb.DeleteSessionRequest(session_id="0" * 32), "Tokenize": pb.TokenizeRequest(text="hi"),
+        "Detokenize": pb.DetokenizeRequest(token_ids=[1]), "ListModels": pb.ListModelsRequest(),
         "GetModel": pb.GetModelRequest(),
-    }
+    }  # fmt: skip
     return [Row(name, (method,), lambda _, request=request: request, *facts) for method, request in requests.items()]  # type: ignore[misc]
 
 

@@ -111,13 +111,9 @@ async def _tell(swarm: Swarm, *command: str) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "frozen": frozen,
-    "flushed": flushed,
-    "full": full,
-    "restarted empty": partial(gone, outage_s=0),
-    "gone for a while": partial(gone, outage_s=OUTAGE_S),
-    "router killed": without_router,
-}
+    "frozen": frozen, "flushed": flushed, "full": full, "restarted empty": partial(gone, outage_s=0),
+    "gone for a while": partial(gone, outage_s=OUTAGE_S), "router killed": without_router,
+}  # fmt: skip
 
 
 @asynccontextmanager

@@ -43,21 +43,12 @@ PROMISED = {
         "corolla_prefix_cache_hits",
     },
     "client": {
-        "corolla_time_to_first_token_seconds",
-        "corolla_inter_token_latency_seconds",
-        "corolla_e2e_request_latency_seconds",
-        "corolla_num_requests_running",
-        "corolla_num_requests_waiting",
-        "corolla_prompt_tokens",
-        "corolla_generation_tokens",
-        "corolla_cached_prompt_tokens",
-        "corolla_request_success",
-        "corolla_recomputed_tokens",
-        "corolla_rpc_seconds",
-        "corolla_rpcs",
-        "corolla_errors",
+        "corolla_time_to_first_token_seconds", "corolla_inter_token_latency_seconds",
+        "corolla_e2e_request_latency_seconds", "corolla_num_requests_running", "corolla_num_requests_waiting",
+        "corolla_prompt_tokens", "corolla_generation_tokens", "corolla_cached_prompt_tokens", "corolla_request_success",
+        "corolla_recomputed_tokens", "corolla_rpc_seconds", "corolla_rpcs", "corolla_errors",
     },
-}
+}  # fmt: skip
 
 
 def labelled() -> set[str]:

@@ -58,14 +58,10 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     "kind, multiplier, has_bias",
     [
-        ("rounded", 1.0, False),
-        ("offset", 1.0, False),
-        ("wide", 1.0, False),
-        ("rounded", 0.22, False),
-        ("centred", 0.22, False),
-        ("centred", 1.0, True),
+        ("rounded", 1.0, False), ("offset", 1.0, False), ("wide", 1.0, False), ("rounded", 0.22, False),
+        ("centred", 0.22, False), ("centred", 1.0, True),
     ],
-)
+)  # fmt: skip
 def test_sums_are_normalised(dtype: torch.dtype, kind: str, multiplier: float, has_bias: bool) -> None:
     x, delta, weight = draw(5, 200, dtype=dtype), draw(6, 200, dtype=dtype)[:5], draw(200, dtype=dtype)
     x = x + 3.0
@@ -145,15 +141,10 @@ def test_gates_may_stand_between_the_numbers_that_they_open(dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "rotates, kind, normalised",
     [
-        (True, None, "heads"),
-        (True, "rounded", "heads"),
-        (True, "offset", "heads"),
-        (True, "wide", "all"),
-        (False, "rounded", "all"),
-        (True, "centred", "heads"),
-        (False, None, "heads"),
+        (True, None, "heads"), (True, "rounded", "heads"), (True, "offset", "heads"), (True, "wide", "all"),
+        (False, "rounded", "all"), (True, "centred", "heads"), (False, None, "heads"),
     ],
-)
+)  # fmt: skip
 def test_keys_are_rotated_and_stored(
     dtype: torch.dtype, head: int, rotates: bool, kind: str | None, normalised: str
 ) -> None:

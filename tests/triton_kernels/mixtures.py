@@ -41,18 +41,9 @@ TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
 # Their features: float32 weights; a gated shared expert; norms over the chosen; the softmax of the chosen; groups;
 # biases, and gates beside their ups.
 FAMILIES = [
-    "gpt_oss",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "granitemoe",
-    "dots1",
-    "solar_open",
-    "glm4_moe",
-    "olmoe",
-    "minimax_m2",
-    "exaone_moe",
-]
+    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open", "glm4_moe", "olmoe",
+    "minimax_m2", "exaone_moe",
+]  # fmt: skip
 # More experts than a token gets groups of, so that groups, ties and a correction decide something.
 CHANGES: dict[str, dict[str, Any]] = {
     "solar_open": {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},

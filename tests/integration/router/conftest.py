@@ -24,13 +24,9 @@ from corolla.v1 import router_pb2 as pb
 from tests.embedded_redis import EmbeddedRedis
 
 FAST = {
-    "host": "127.0.0.1",
-    "port": 0,
-    "metrics_host": "127.0.0.1",
-    "lease_ms": 60_000,
-    "load_push_interval_s": 0.3,
+    "host": "127.0.0.1", "port": 0, "metrics_host": "127.0.0.1", "lease_ms": 60_000, "load_push_interval_s": 0.3,
     "grace_s": 0.5,
-}
+}  # fmt: skip
 FAST_INTERVALS = RouterIntervals(relist_s=0.1, settle_s=0.1, between_moves_s=0.5)
 
 
@@ -127,14 +123,9 @@ class BlockServer:
         self.router = router
         identity = secrets.token_hex(16)
         described: dict[str, Any] = {
-            "server_id": identity,
-            "address": f"{identity[:12]}:1",
-            "model": model,
-            "fingerprint": "f",
-            "num_model_blocks": 30,
-            "capacity_blocks": 10,
-            "decode_tokens_per_second": 100.0,
-        }
+            "server_id": identity, "address": f"{identity[:12]}:1", "model": model, "fingerprint": "f",
+            "num_model_blocks": 30, "capacity_blocks": 10, "decode_tokens_per_second": 100.0,
+        }  # fmt: skip
         self.description = pb.ServerDescription(**{**described, **facts})
         self.state: pb.ServerState.ValueType = pb.SERVER_STATE_READY
         self.span = common_pb2.BlockSpan()

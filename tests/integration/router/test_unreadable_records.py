@@ -59,14 +59,9 @@ async def with_a_load_that_is_none(redis: Redis, prefix: str, server: BlockServe
 
 
 SERVERS: Final = [
-    without_an_address,
-    with_other_bytes,
-    with_an_empty_span,
-    beyond_the_model,
-    with_a_speed_that_is_none,
-    with_another_lease,
-    with_a_load_that_is_none,
-]
+    without_an_address, with_other_bytes, with_an_empty_span, beyond_the_model, with_a_speed_that_is_none,
+    with_another_lease, with_a_load_that_is_none,
+]  # fmt: skip
 
 
 async def without_a_placement(redis: Redis, prefix: str, server: BlockServer) -> None:

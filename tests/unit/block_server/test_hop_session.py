@@ -17,16 +17,10 @@ S, E = SessionState, SessionEvent
 Table = SessionTable[SessionPages]
 
 WAYS: dict[SessionState, tuple[SessionEvent, ...]] = {
-    S.NEW: (),
-    S.ARRIVING: (E.OFFERED,),
-    S.UNCLAIMED: (E.OFFERED, E.ARRIVED),
-    S.RUNNING: (E.OPENED,),
-    S.PARKED: (E.OPENED, E.TURN_ENDED),
-    S.ORPHANED: (E.OPENED, E.STREAM_ENDED),
-    S.LEAVING: (E.OPENED, E.LAST_PART_READ),
-    S.LEAVING_PARKED: (E.OPENED, E.TURN_ENDED, E.LAST_PART_READ),
-    S.GONE: (E.OPENED, E.FREED),
-}
+    S.NEW: (), S.ARRIVING: (E.OFFERED,), S.UNCLAIMED: (E.OFFERED, E.ARRIVED), S.RUNNING: (E.OPENED,),
+    S.PARKED: (E.OPENED, E.TURN_ENDED), S.ORPHANED: (E.OPENED, E.STREAM_ENDED), S.LEAVING: (E.OPENED, E.LAST_PART_READ),
+    S.LEAVING_PARKED: (E.OPENED, E.TURN_ENDED, E.LAST_PART_READ), S.GONE: (E.OPENED, E.FREED),
+}  # fmt: skip
 """How a session gets into each state."""
 
 

@@ -92,18 +92,12 @@ def arrive_by_no_handover(server: Server) -> None:
 @pytest.mark.parametrize(
     "mistake, violated",
     [
-        (leak_a_page, {"pages", "promises"}),
-        (share_a_page_with_nobody, {"pages"}),
-        (promise_to_nobody, {"promises"}),
-        (forget_to_say_how_many_tokens, {"sessions"}),
-        (close_without_freeing, {"sessions"}),
-        (lose_a_stream, {"owners"}),
-        (keep_the_outputs_of_nobody, {"outputs"}),
-        (miscount_outputs, {"outputs"}),
-        (keep_a_row_too_many, {"outputs"}),
-        (arrive_by_no_handover, {"handovers"}),
+        (leak_a_page, {"pages", "promises"}), (share_a_page_with_nobody, {"pages"}), (promise_to_nobody, {"promises"}),
+        (forget_to_say_how_many_tokens, {"sessions"}), (close_without_freeing, {"sessions"}),
+        (lose_a_stream, {"owners"}), (keep_the_outputs_of_nobody, {"outputs"}), (miscount_outputs, {"outputs"}),
+        (keep_a_row_too_many, {"outputs"}), (arrive_by_no_handover, {"handovers"}),
     ],
-)
+)  # fmt: skip
 def test_each_mistake_violates_its_invariant(mistake: Callable[[Server], None], violated: set[Invariant]) -> None:
     server = Server()
     assert server.violated() == set()

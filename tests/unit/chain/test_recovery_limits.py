@@ -90,17 +90,13 @@ def test_attempts_are_counted_over_all_recoveries() -> None:
 @pytest.mark.parametrize(
     "failure, action",
     [
-        (HopUnavailable("lost", "a:1"), Action.REPLACE),
-        (RouteUnknown("unknown", "a:1"), Action.REPLACE),
-        (NonFiniteOutput("not finite"), Action.REPLACE_FOR_GOOD),
-        (HopLeaving("drains"), Action.FOLLOW),
-        (HopSessionLost("evicted"), Action.FILL),
-        (OutputsNotKept("evicted"), Action.FILL),
-        (OutOfPages("full"), Action.FILL_IN_PLACE),
-        (QueueFull("full"), Action.GIVE_UP),
+        (HopUnavailable("lost", "a:1"), Action.REPLACE), (RouteUnknown("unknown", "a:1"), Action.REPLACE),
+        (NonFiniteOutput("not finite"), Action.REPLACE_FOR_GOOD), (HopLeaving("drains"), Action.FOLLOW),
+        (HopSessionLost("evicted"), Action.FILL), (OutputsNotKept("evicted"), Action.FILL),
+        (OutOfPages("full"), Action.FILL_IN_PLACE), (QueueFull("full"), Action.GIVE_UP),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, CorollaError) else "",
-)
+)  # fmt: skip
 def test_each_failure_has_its_action(failure: CorollaError, action: Action) -> None:
     assert classify(failure, is_alive=True) is action
     if action is Action.GIVE_UP:

@@ -45,16 +45,10 @@ def _environment(given: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "given",
     [
-        "nowhere",
-        "before_send:0",
-        "before_send:x",
-        "before_send:1:2",
-        ":3",
-        "fail:before_send",
-        "fail:engine:0",
+        "nowhere", "before_send:0", "before_send:x", "before_send:1:2", ":3", "fail:before_send", "fail:engine:0",
         "engine:1",
     ],
-)
+)  # fmt: skip
 def test_an_unknown_place_or_task_is_refused(given: str) -> None:
     with pytest.raises(SettingsError, match=failpoints.VARIABLE):
         failpoints.arm({failpoints.VARIABLE: given})

@@ -73,14 +73,10 @@ def check(outputs: list[Tensor], expected: list[Tensor], start: int, end: int) -
 @pytest.mark.parametrize(
     "family, is_fused",
     [
-        ("llama", True),
-        ("llama", False),
-        ("qwen3", True),
-        ("gemma3_text", False),
-        ("gemma", True),
+        ("llama", True), ("llama", False), ("qwen3", True), ("gemma3_text", False), ("gemma", True),
         pytest.param("qwen2_moe", True, marks=pytest.mark.full),
     ],
-)
+)  # fmt: skip
 def test_a_batch_of_several_adapters_equals_peft(family: str, is_fused: bool, tmp_path: Path) -> None:
     harness = Harness(family, tmp_path, is_fused=is_fused, kinds=KINDS)
     base = harness.expected[0]

@@ -106,19 +106,13 @@ def test_the_grid_distinguishes_the_parameters(model: Any) -> None:
     answers = {
         tuple(generated_by_sampler(model, params))
         for params in [
-            SamplingParams(),
-            SamplingParams(repetition_penalty=1.3),
-            SamplingParams(1.0, seed=1),
-            SamplingParams(1.0, seed=2),
-            SamplingParams(0.7, seed=1),
-            SamplingParams(1.0, top_k=7, seed=1),
-            SamplingParams(1.0, top_p=0.85, seed=1),
-            SamplingParams(1.0, min_p=0.1, seed=1),
-            SamplingParams(1.0, repetition_penalty=1.3, seed=1),
-            SamplingParams(1.0, presence_penalty=1.5, seed=1),
+            SamplingParams(), SamplingParams(repetition_penalty=1.3), SamplingParams(1.0, seed=1),
+            SamplingParams(1.0, seed=2), SamplingParams(0.7, seed=1), SamplingParams(1.0, top_k=7, seed=1),
+            SamplingParams(1.0, top_p=0.85, seed=1), SamplingParams(1.0, min_p=0.1, seed=1),
+            SamplingParams(1.0, repetition_penalty=1.3, seed=1), SamplingParams(1.0, presence_penalty=1.5, seed=1),
             SamplingParams(1.0, frequency_penalty=-1.0, seed=1),
         ]
-    }
+    }  # fmt: skip
     assert len(answers) == 11
 
 
@@ -246,17 +240,12 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     "field, values",
     [
-        ("temperature", [-0.1, 1e-9, 101.0, NAN, INF]),
-        ("top_k", [-1]),
-        ("top_p", [0.0, -0.1, 1.1, NAN]),
-        ("min_p", [-0.1, 1.1, NAN]),
-        ("repetition_penalty", [0.0, -1.0, 101.0, NAN, INF]),
-        ("presence_penalty", [-2.1, 2.1, NAN]),
-        ("frequency_penalty", [-2.1, 2.1, NAN]),
-        ("seed", [2**64, -(2**63) - 1]),
-        ("num_logprobs", [-1, MAX_LOGPROBS + 1]),
+        ("temperature", [-0.1, 1e-9, 101.0, NAN, INF]), ("top_k", [-1]), ("top_p", [0.0, -0.1, 1.1, NAN]),
+        ("min_p", [-0.1, 1.1, NAN]), ("repetition_penalty", [0.0, -1.0, 101.0, NAN, INF]),
+        ("presence_penalty", [-2.1, 2.1, NAN]), ("frequency_penalty", [-2.1, 2.1, NAN]),
+        ("seed", [2**64, -(2**63) - 1]), ("num_logprobs", [-1, MAX_LOGPROBS + 1]),
     ],
-)
+)  # fmt: skip
 def test_a_field_out_of_range_is_refused_by_name(field: str, values: list[float]) -> None:
     for value in values:
         with pytest.raises(InvalidRequest) as caught:

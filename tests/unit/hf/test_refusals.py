@@ -9,20 +9,11 @@ from transformers import DynamicCache, GenerationConfig
 from corolla.hf.refusals import refuse_alone, refuse_in_session, refuse_unsupported
 
 OPTIONS: dict[str, Any] = {
-    "cache_implementation": "static",
-    "cache_config": {"nbits": 4},
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "assistant_early_exit": 2,
-    "use_mtp": True,
-    "speculation_type": "dflash",
-    "low_memory": True,
-    "constraints": [object()],
-    "force_words_ids": [[1]],
-    "dola_layers": "high",
-    "num_beam_groups": 2,
-    "penalty_alpha": 0.6,
-}
+    "cache_implementation": "static", "cache_config": {"nbits": 4}, "output_attentions": True,
+    "output_hidden_states": True, "assistant_early_exit": 2, "use_mtp": True, "speculation_type": "dflash",
+    "low_memory": True, "constraints": [object()], "force_words_ids": [[1]], "dola_layers": "high",
+    "num_beam_groups": 2, "penalty_alpha": 0.6,
+}  # fmt: skip
 
 ARGUMENTS: dict[str, Any] = {
     "synced_gpus": True,

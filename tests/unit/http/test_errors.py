@@ -59,14 +59,10 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "2", "output": "a"},
 ]
 PLACES_OF_ITEMS = {
-    "messages": "input",
-    "messages[2].content_parts": "input[0].content",
-    "messages[3]": "input[2]",
-    "messages[3].content": "input[3].content",
-    "messages[3].tool_calls[1].id": "input[5].call_id",
-    "messages[3].tool_calls[1].name": "input[5].name",
-    "messages[4].tool_call_id": "input[6].call_id",
-}
+    "messages": "input", "messages[2].content_parts": "input[0].content", "messages[3]": "input[2]",
+    "messages[3].content": "input[3].content", "messages[3].tool_calls[1].id": "input[5].call_id",
+    "messages[3].tool_calls[1].name": "input[5].name", "messages[4].tool_call_id": "input[6].call_id",
+}  # fmt: skip
 """Where the parts of these items are, by their paths in the protocol, behind two earlier messages."""
 
 USE = {"type": "tool_use", "id": "1", "name": "a", "input": {}}

@@ -109,14 +109,10 @@ async def running(
 
     endpoints = EndpointFactory(let_in, metrics, Limits(1000, HeldBytes(held_bytes), 5.0, reader_timeout_s))
     behaviours = {
-        "/much": {"GET": service.much},
-        "/broken": {"GET": service.broken},
-        "/short": {"GET": service.short},
-        "/large": {"GET": service.large},
-        "/strict": {"POST": service.strict},
-        "/pieces": {"GET": service.pieces},
+        "/much": {"GET": service.much}, "/broken": {"GET": service.broken}, "/short": {"GET": service.short},
+        "/large": {"GET": service.large}, "/strict": {"POST": service.strict}, "/pieces": {"GET": service.pieces},
         "/waits": {"POST": service.waits},
-    }
+    }  # fmt: skip
     routes = [Route(path, endpoints.endpoint(path, methods)) for path, methods in behaviours.items()]
     await server.start(app or Router(routes, default=endpoints.not_found))
     try:
@@ -137,13 +133,9 @@ async def asked(service: Running, text: bytes) -> bytes:
 
 def posted(body: bytes, *headers: bytes, path: bytes = b"/strict") -> bytes:
     lines = (
-        b"POST %b HTTP/1.1" % path,
-        b"host: a",
-        b"content-type: application/json",
-        b"connection: close",
-        b"content-length: %d" % len(body),
-        *headers,
-    )
+        b"POST %b HTTP/1.1" % path, b"host: a", b"content-type: application/json", b"connection: close",
+        b"content-length: %d" % len(body), *headers,
+    )  # fmt: skip
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 

@@ -52,15 +52,10 @@ def test_auto_asks_the_router() -> None:
 @pytest.mark.parametrize(
     "blocks, complaint",
     [
-        ("0:10,12:30", "block 10"),
-        ("0:31", "'0:31'"),
-        ("0:10,10", "'10'"),
-        ("10:0,0:30", "'10:0'"),
-        ("a:b", "'a:b'"),
-        ("0:30,", "''"),
-        ("-1:30", "'-1:30'"),
+        ("0:10,12:30", "block 10"), ("0:31", "'0:31'"), ("0:10,10", "'10'"), ("10:0,0:30", "'10:0'"), ("a:b", "'a:b'"),
+        ("0:30,", "''"), ("-1:30", "'-1:30'"),
     ],
-)
+)  # fmt: skip
 def test_other_spans_are_refused(blocks: str, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         server_blocks(options(blocks=blocks), 30)

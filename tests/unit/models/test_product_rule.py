@@ -17,18 +17,12 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @pytest.mark.parametrize(
     "processor, dtype, way",
     [
-        (AVX512, "float32", Way.PANELS),
-        (AVX2, "float32", Way.PANELS),
-        (AVX512, "bfloat16", Way.PANELS),
-        (AVX2, "bfloat16", Way.PANELS),
-        (AVX2, "float16", Way.LIBRARY),
-        (AMX, "float32", Way.PANELS),
-        (AMX, "bfloat16", Way.ONEDNN),
-        (AMX, "float16", Way.ONEDNN),
-        (WITHOUT_COMPILER, "float32", Way.ONEDNN),
+        (AVX512, "float32", Way.PANELS), (AVX2, "float32", Way.PANELS), (AVX512, "bfloat16", Way.PANELS),
+        (AVX2, "bfloat16", Way.PANELS), (AVX2, "float16", Way.LIBRARY), (AMX, "float32", Way.PANELS),
+        (AMX, "bfloat16", Way.ONEDNN), (AMX, "float16", Way.ONEDNN), (WITHOUT_COMPILER, "float32", Way.ONEDNN),
         (replace(WITHOUT_COMPILER, onednn=frozenset()), "float32", Way.LIBRARY),
     ],
-)
+)  # fmt: skip
 def test_the_way_follows_from_processor_and_dtype(processor: Processor, dtype: str, way: Way) -> None:
     assert way_of(processor, dtype, SHAPE, 576 * 3072 * BYTES[dtype]) is way
 

@@ -63,14 +63,10 @@ def test_several_partners_share_what_comes_from_one() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {"has_pages": False},
-        {"is_suspected": True},
-        {"queue_seconds": 1.0},
-        {"zone": "b"},
-        {"fingerprint": "g"},
+        {"has_pages": False}, {"is_suspected": True}, {"queue_seconds": 1.0}, {"zone": "b"}, {"fingerprint": "g"},
         {"seconds_per_block": 0.02},
     ],
-)
+)  # fmt: skip
 def test_a_partner_that_is_no_good_is_left_out(facts: dict[str, object]) -> None:
     speed = {"seconds_per_block": 0.01}
     first, spare = server("a", "0:3", 0.01), server("c", "3:6", 0.01)

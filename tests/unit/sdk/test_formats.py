@@ -40,16 +40,11 @@ def test_forms_become_messages(given: Any, expected: dict[str, str] | None) -> N
 @pytest.mark.parametrize(
     "given",
     [
-        "json",
-        7,
-        {},
-        {"type": "strange"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"schema": {1, 2}}},
-        {"type": "regex", "regex": 3},
+        "json", 7, {}, {"type": "strange"}, {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": {1, 2}}}, {"type": "regex", "regex": 3},
         {"type": "choice", "choice": 3},
     ],
-)
+)  # fmt: skip
 def test_what_is_no_form_is_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
         generate_request("x", {"response_format": given})

@@ -66,17 +66,12 @@ def test_one_stop_text_is_a_list_of_one_and_no_ids_are_still_ids() -> None:
 @pytest.mark.parametrize(
     "options, field",
     [
-        ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": 2**40}, "max_tokens"),
-        ({"seed": 2**70}, "seed"),
-        ({"stop": [1]}, "stop"),
-        ({"time_limit_s": float("nan")}, "time_limit_s"),
-        ({"speculation": "sometimes"}, "speculation"),
-        ({"speculation": ["off"]}, "speculation"),
-        ({"max_draft_tokens": "many"}, "max_draft_tokens"),
-        ({"model": 5}, "model"),
+        ({"temperature": "hot"}, "temperature"), ({"max_tokens": 2**40}, "max_tokens"), ({"seed": 2**70}, "seed"),
+        ({"stop": [1]}, "stop"), ({"time_limit_s": float("nan")}, "time_limit_s"),
+        ({"speculation": "sometimes"}, "speculation"), ({"speculation": ["off"]}, "speculation"),
+        ({"max_draft_tokens": "many"}, "max_draft_tokens"), ({"model": 5}, "model"),
     ],
-)
+)  # fmt: skip
 def test_a_value_of_a_wrong_kind_is_refused(options: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         generate_request("hello", options)  # type: ignore[arg-type]

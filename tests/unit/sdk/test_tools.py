@@ -52,16 +52,12 @@ def test_tools_are_classes_of_fields() -> None:
 @pytest.mark.parametrize(
     "tools, field",
     [
-        ("get_weather", "tools"),
-        (FUNCTION, "tools"),
-        (["get_weather"], "tools[0]"),
-        ([int], "tools[0]"),
-        ([{"type": "web_search"}], "tools[0]"),
-        ([{"name": 5}], "tools[0].name"),
+        ("get_weather", "tools"), (FUNCTION, "tools"), (["get_weather"], "tools[0]"), ([int], "tools[0]"),
+        ([{"type": "web_search"}], "tools[0]"), ([{"name": 5}], "tools[0].name"),
         ([{"name": "a", "nam": "b"}], "tools[0]"),
         ([{"name": "a", "parameters": {"a": object()}}], "tools[0].parameters"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_tool_is_refused(tools: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat_request([], {"tools": tools})

@@ -9,20 +9,15 @@ from corolla.trust.origins import AllowedOrigins, OwnPages
 @pytest.mark.parametrize(
     "listens, host, origin",
     [
-        ("127.0.0.1", "127.0.0.1:8080", None),
-        ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080"),
-        ("127.0.0.1", "localhost:8080", "http://localhost:8080"),
-        ("localhost", "LOCALHOST", "http://localhost"),
-        ("::1", "[::1]:8080", "http://[::1]:8080"),
-        ("[::1]", "[::1]", "http://[::1]"),
+        ("127.0.0.1", "127.0.0.1:8080", None), ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:8080"),
+        ("127.0.0.1", "localhost:8080", "http://localhost:8080"), ("localhost", "LOCALHOST", "http://localhost"),
+        ("::1", "[::1]:8080", "http://[::1]:8080"), ("[::1]", "[::1]", "http://[::1]"),
         ("127.0.0.1", "127.0.0.1:8080", "http://127.0.0.1:3000"),
-        ("127.0.0.1", "localhost:8080", "https://LOCALHOST:5173"),
-        ("localhost", "127.0.0.1:8080", "http://[::1]:3000"),
-        ("0.0.0.0", "llm.example", None),
-        ("0.0.0.0", "llm.example", "https://llm.example"),
+        ("127.0.0.1", "localhost:8080", "https://LOCALHOST:5173"), ("localhost", "127.0.0.1:8080", "http://[::1]:3000"),
+        ("0.0.0.0", "llm.example", None), ("0.0.0.0", "llm.example", "https://llm.example"),
         ("", "llm.example:8080", "https://llm.example:8080"),
     ],
-)
+)  # fmt: skip
 def test_programs_and_pages_of_this_machine_are_let_in(listens: str, host: str, origin: str | None) -> None:
     pages, headers = OwnPages(listens), {"host": host} if origin is None else {"host": host, "origin": origin}
     pages.check(headers)

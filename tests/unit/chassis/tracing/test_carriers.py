@@ -34,16 +34,10 @@ def test_an_id_of_no_span_leaves_the_one_that_is_known(span_id: bytes) -> None:
 @pytest.mark.parametrize(
     "parent",
     [
-        "",
-        PARENT.upper(),
-        PARENT[:-1],
-        f"00-{'0' * 32}-{SPAN}-01",
-        f"00-{TRACE}-{'0' * 16}-01",
-        f"ff-{TRACE}-{SPAN}-01",
-        f"01-{TRACE}-{SPAN}-01-{'x' * 100}",
-        "-".join(["00"] * 100_000),
+        "", PARENT.upper(), PARENT[:-1], f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01",
+        f"ff-{TRACE}-{SPAN}-01", f"01-{TRACE}-{SPAN}-01-{'x' * 100}", "-".join(["00"] * 100_000),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_span_is_none(parent: str) -> None:
     assert trace_parent({"traceparent": parent}) is None
 

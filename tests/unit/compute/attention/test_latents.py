@@ -26,13 +26,9 @@ SPAN = Span(1, 4)
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 # Heads as in DeepSeek-V3, fewer of them, of a shorter latent.
 WIDE = {
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))

@@ -19,29 +19,18 @@ def parse(**changes: Any) -> AdapterConfig:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"peft_type": "IA3"}, "not a LoRA"),
-        ({"use_dora": True}, "DoRA"),
-        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
-        ({"trainable_token_indices": [3]}, "embeddings"),
-        ({"bias": "all"}, "biases"),
-        ({"lora_bias": True}, "biases"),
-        ({"fan_in_fan_out": True}, "transposed"),
+        ({"peft_type": "IA3"}, "not a LoRA"), ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"), ({"trainable_token_indices": [3]}, "embeddings"),
+        ({"bias": "all"}, "biases"), ({"lora_bias": True}, "biases"), ({"fan_in_fan_out": True}, "transposed"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-        ({"layer_replication": [[0, 2]]}, "repeats layers"),
-        ({"alora_invocation_tokens": [1]}, "mid-text"),
-        ({"init_lora_weights": "pissa"}, "changed base model"),
-        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
-        ({"rank_pattern": {"^q_proj$": 4}}, "plain names"),
-        ({"alpha_pattern": {"(q|k)_proj": 4}}, "plain names"),
-        ({"r": 0}, "rank"),
-        ({"r": True}, "rank"),
-        ({"r": 100_000}, "rank"),
-        ({"lora_alpha": float("nan")}, "strength"),
-        ({"lora_alpha": "8"}, "strength"),
-        ({"target_modules": None}, "target_modules"),
+        ({"layer_replication": [[0, 2]]}, "repeats layers"), ({"alora_invocation_tokens": [1]}, "mid-text"),
+        ({"init_lora_weights": "pissa"}, "changed base model"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
+        ({"rank_pattern": {"^q_proj$": 4}}, "plain names"), ({"alpha_pattern": {"(q|k)_proj": 4}}, "plain names"),
+        ({"r": 0}, "rank"), ({"r": True}, "rank"), ({"r": 100_000}, "rank"), ({"lora_alpha": float("nan")}, "strength"),
+        ({"lora_alpha": "8"}, "strength"), ({"target_modules": None}, "target_modules"),
         ({"target_modules": [1]}, "target_modules"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_served_is_refused_with_a_sentence(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(AdapterError, match=words):
         parse(**changes)

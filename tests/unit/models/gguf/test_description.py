@@ -15,15 +15,10 @@ from corolla.models.gguf.header import GgufHeader, GgufTensor
 NUM_TOKENS = 12
 ROWS = GgufTensor(Path("tiny.gguf"), (NUM_TOKENS, 64), 0, 0, NUM_TOKENS * 64 * 4)
 BASIC = {
-    "context_length": 64,
-    "embedding_length": 64,
-    "block_count": 4,
-    "feed_forward_length": 96,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
+    "context_length": 64, "embedding_length": 64, "block_count": 4, "feed_forward_length": 96,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 20000.0,
-}
+}  # fmt: skip
 
 
 def described(

@@ -139,19 +139,14 @@ def greedy(path: Path, prompt_ids: list[int], num_tokens: int) -> list[int]:
 ROPE = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 CASES: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
     *((family, {}, {}) for family in ARCHITECTURES if family != "mistral"),
-    ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
-    ("llama", {}, {"rope.scale_linear": 4.0}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}, {}), ("llama", {}, {"rope.scale_linear": 4.0}),
     ("llama", {}, {"rope.scaling.factor": 4.0}),
-    ("llama", {}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}),
-    ("llama", {}, {"rope.freq_base": None}),
-    ("llama", {}, ROPE),
-    ("llama", {}, {**ROPE, "rope.scaling.attn_factor": 0.5}),
-    ("qwen2", {}, ROPE),
+    ("llama", {}, {"rope.scaling.type": "none", "rope.scaling.factor": 4.0}), ("llama", {}, {"rope.freq_base": None}),
+    ("llama", {}, ROPE), ("llama", {}, {**ROPE, "rope.scaling.attn_factor": 0.5}), ("qwen2", {}, ROPE),
     ("gemma3_text", {}, {"attention.sliding_window_pattern": 2}),
-    ("gemma3_text", {}, {"attention.sliding_window": None}),
-    ("gemma3_text", {}, {"rope.freq_base_swa": 500.0}),
+    ("gemma3_text", {}, {"attention.sliding_window": None}), ("gemma3_text", {}, {"rope.freq_base_swa": 500.0}),
     ("gemma2", {}, {"attention.sliding_window_pattern": 3}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("family, changes, settings", CASES)

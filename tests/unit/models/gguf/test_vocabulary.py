@@ -40,14 +40,10 @@ def scored(folder: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     "cut, said, begins",
     [
-        ("gpt-2", None, False),
-        ("gpt-2", True, True),
-        ("llama-bpe", None, True),
-        ("tekken", None, True),
-        ("llama-bpe", False, False),
-        ("qwen2", None, False),
+        ("gpt-2", None, False), ("gpt-2", True, True), ("llama-bpe", None, True), ("tekken", None, True),
+        ("llama-bpe", False, False), ("qwen2", None, False),
     ],
-)
+)  # fmt: skip
 def test_a_text_begins_with_a_token_as_the_way_to_split_says(
     tmp_path: Path, cut: str, said: bool | None, begins: bool
 ) -> None:

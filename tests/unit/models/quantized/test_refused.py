@@ -84,14 +84,10 @@ def another_shape(part: Tensor, draw: st.DrawFn) -> Tensor:
 
 
 DAMAGE: tuple[Callable[[Tensor, st.DrawFn], Tensor], ...] = (
-    another_byte,
-    another_type,
-    another_shape,
-    lambda part, _draw: part[: len(part) // 2] if part.dim() else part,
-    lambda part, _draw: part.flatten(),
-    lambda part, _draw: part.T if part.dim() == 2 else part.unsqueeze(0),
+    another_byte, another_type, another_shape, lambda part, _draw: part[: len(part) // 2] if part.dim() else part,
+    lambda part, _draw: part.flatten(), lambda part, _draw: part.T if part.dim() == 2 else part.unsqueeze(0),
     lambda part, _draw: torch.cat([part, part]) if part.dim() else part,
-)
+)  # fmt: skip
 
 
 @st.composite
