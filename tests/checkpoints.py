@@ -34,14 +34,15 @@ _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Short windows, so that short tests run past them.
 _WINDOW = {"sliding_window": 12}
+_SOFTCAPPED = {
+    **_HEAD_SIZE, **_WINDOW, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0,
+    "final_logit_softcapping": 10.0,
+}  # fmt: skip
 # Experts after some dense blocks, in a manner that began with DeepSeek.
 _ROUTED = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "first_k_dense_replace": 2,
-}
+}  # fmt: skip
 # Keys and values of different head sizes, made of a short latent.
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -49,12 +50,9 @@ _LATENT = {
 }  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 _DELTA_RULE = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-}
+}  # fmt: skip
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}}
 YARN = {
@@ -89,13 +87,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2, **_WINDOW},
     "qwen3": _HEAD_SIZE,
     "gemma": _HEAD_SIZE,
-    "gemma2": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 10.0,
-    },
+    "gemma2": _SOFTCAPPED,
     "gemma3_text": {**_HEAD_SIZE, **_WINDOW, "query_pre_attn_scalar": 16},
     "phi": {"partial_rotary_factor": 0.5},
     "phi3": _WINDOW,
@@ -109,10 +101,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "starcoder2": _WINDOW,
     "gpt_oss": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        **_LOCAL_EXPERTS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        **_HEAD_SIZE, **_WINDOW, **_LOCAL_EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
     },
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt2": {"scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": True},
@@ -137,12 +126,8 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "seed_oss": _HEAD_SIZE,
     "ernie4_5": {**_HEAD_SIZE, "use_bias": True},
     "ernie4_5_moe": {
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 32,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": 3,
-        "use_bias": True,
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3, "use_bias": True,
     },
     "hunyuan_v1_dense": {**_HEAD_SIZE, **_ALPHA},
     "hunyuan_v1_moe": {**_HEAD_SIZE, **_ALPHA, "num_experts": 4, "moe_topk": 2},
@@ -161,13 +146,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "ministral": {**_HEAD_SIZE, **_WINDOW},
     "ministral3": {**_HEAD_SIZE, "rope_parameters": YARN},
     "flex_olmo": _EXPERTS,
-    "vaultgemma": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 10.0,
-    },
+    "vaultgemma": _SOFTCAPPED,
     "exaone_moe": {**_EXPERTS, **_WINDOW, "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1},
     "jais2": _HEAD_SIZE,
     "youtu": _LATENT,
@@ -182,32 +161,19 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     },
     "minicpm3": {**_LATENT, "scale_emb": 3, "dim_model_base": 32},
     "cohere2_moe": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_shared_experts": 1,
-        "logit_scale": 0.5,
-        "first_k_dense_replace": 1,
-        "prefix_dense_intermediate_size": 64,
-        "intermediate_size": 32,
+        **_HEAD_SIZE, **_WINDOW, "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1,
+        "logit_scale": 0.5, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 64, "intermediate_size": 32,
     },
     "afmoe": {**_HEAD_SIZE, **_EXPERTS, **_WINDOW, "mup_enabled": True, "num_shared_experts": 1},
     "mellum": {**_HEAD_SIZE, **_WINDOW, **_LOCAL_EXPERTS, "moe_intermediate_size": 32},
     "kolibri1": {
-        **_HEAD_SIZE,
-        **_WINDOW,
-        **_LOCAL_EXPERTS,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 48,
+        **_HEAD_SIZE, **_WINDOW, **_LOCAL_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
     },
     "laguna": {**_HEAD_SIZE, **_WINDOW, **_EXPERTS, "shared_expert_intermediate_size": 48},
     "jetmoe": {"num_key_value_heads": 2, "kv_channels": 16, **_LOCAL_EXPERTS},
     "aria_text": {**_HEAD_SIZE, "moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 32},
     "dbrx": {
-        "d_model": HIDDEN_SIZE,
-        "n_heads": 4,
-        "max_seq_len": CONTEXT_LENGTH,
+        "d_model": HIDDEN_SIZE, "n_heads": 4, "max_seq_len": CONTEXT_LENGTH,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": HIDDEN_SIZE, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
@@ -224,50 +190,29 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe_text": {**_HEAD_SIZE, **_EXPERTS, **_DELTA_RULE, "shared_expert_intermediate_size": 48},
     "olmo_hybrid": _DELTA_RULE,
     "kimi_linear": {
-        **_LATENT,
-        "q_lora_rank": None,
-        "model_max_length": CONTEXT_LENGTH,
-        "linear_head_dim": 16,
-        "linear_num_heads": 4,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
+        **_LATENT, "q_lora_rank": None, "model_max_length": CONTEXT_LENGTH, "linear_head_dim": 16,
+        "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_token": 2,
         "moe_intermediate_size": 32,
     },
     "lfm3": {**_HEAD_SIZE, **_WINDOW, "conv_L_cache": 3},
     "bamba": {**_MAMBA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "granitemoehybrid": {**_MAMBA, **_GRANITE, **_LOCAL_EXPERTS, "shared_intermediate_size": 48},
     "jamba": {
-        "mamba_d_state": 8,
-        "mamba_dt_rank": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "attn_layer_period": 3,
+        "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3,
         "attn_layer_offset": 1,
     },
     "falcon_h1": {
-        **_MAMBA,
-        **_HEAD_SIZE,
-        "mamba_d_ssm": 128,
-        "mamba_d_head": 32,
-        "embedding_multiplier": 3.0,
-        "lm_head_multiplier": 0.5,
-        "key_multiplier": 0.7,
-        "ssm_multipliers": [0.9, 0.8, 0.7, 1.1, 1.2],
+        **_MAMBA, **_HEAD_SIZE, "mamba_d_ssm": 128, "mamba_d_head": 32, "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.5, "key_multiplier": 0.7, "ssm_multipliers": [0.9, 0.8, 0.7, 1.1, 1.2],
         "mlp_multipliers": [0.9, 1.1],
     },
     "mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
     "mamba2": {
-        "state_size": 8,
-        "num_heads": 4,
-        "head_dim": 32,
-        "n_groups": 1,
-        "chunk_size": 16,
-        "residual_in_fp32": False,
+        "state_size": 8, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "residual_in_fp32": False,
     },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
     "falcon": {"alibi": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
-}
+}  # fmt: skip
 MIXTURES = frozenset(name for name, facts in _FAMILY_FACTS.items() if "num_experts_per_tok" in facts)
 """Families whose tiny models have experts, of which a token gets some."""
 
@@ -279,12 +224,9 @@ LONG_ROPE_LENGTH = 64
 def make_long_rope_checkpoint(family: str, folder: Path, **config_changes: Any) -> Path:
     """A tiny checkpoint whose rotary embedding is `longrope`; see `make_tiny_checkpoint`."""
     rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0 + 0.1 * index for index in range(8)],
-        "long_factor": [1.5 + index for index in range(8)],
-        "original_max_position_embeddings": LONG_ROPE_LENGTH,
-    }
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + 0.1 * index for index in range(8)],
+        "long_factor": [1.5 + index for index in range(8)], "original_max_position_embeddings": LONG_ROPE_LENGTH,
+    }  # fmt: skip
     if family == "phimoe":
         rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
     if family == "phi3":
