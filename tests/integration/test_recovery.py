@@ -82,15 +82,9 @@ async def test_a_hop_that_dies_anywhere_is_replaced(
 ) -> None:
     async with swarm_of(tmp_path, model, SPANS) as swarm, swarm.connect() as client:
         expected, num_prompt_tokens = await undisturbed(swarm, **options)
-        victim = swarm.servers[hop]
-        deaths = doom(swarm, victim, beyond(round(share * num_prompt_tokens)))
-        answering = asyncio.create_task(client.generate(PROMPT, **{**OPTIONS, **options}))
-        await until(lambda: deaths or victim.sessions)
-        await swarm.add_server(SPANS[hop])
-        answer = await answering
-        assert len(deaths) == 1
-        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
-        await end(swarm, [victim])
+        asked = {**OPTIONS, **options}
+        answer = await answer_across_a_death(swarm, client, hop, round(share * num_prompt_tokens), PROMPT, **asked)
+        assert answer.token_ids == expected
 
 
 async def test_an_answer_without_a_seed_keeps_its_key(
