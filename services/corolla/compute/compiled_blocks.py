@@ -16,10 +16,10 @@ from corolla.compute.attention.base import AttentionBackend, AttentionBatch
 from corolla.compute.attention.compiled_attention import (
     ELEMENTS,
     EXPONENTIAL,
-    AttentionCall,
     CompiledAttention,
     chunk_module,
     float_bits,
+    jobs_of,
     next_token_module,
     tables_of,
 )
@@ -135,25 +135,17 @@ class CompiledBlocks(Blocks):
             shape = _head_shape(layer, self._dtype)
             tables = tables_of(batch, index, layer.window, shape)
             keys, values = self._store.layer(index)
-            call = AttentionCall(
-                shape, buffers["query"], keys, values, buffers["attended"], tables, self._store.pool.page_tokens,
-                float_bits(layer.scaling),
+            next_tokens, chunks, states = jobs_of(
+                tables, buffers["query"], keys, values, buffers["attended"], self._store.pool.page_tokens, shape,
+                layer.scaling, layer.window,
             )  # fmt: skip
             slots = batch.slots(index, keys.device)
-            next_tokens = chunks = 0
-            if len(tables.queries):
-                job, states = call.next_token_job()
-                next_tokens = ctypes.addressof(job)
-                kept += [job, states]
-            if len(tables.blocks):
-                job = call.chunk_job(layer.window)
-                chunks = ctypes.addressof(job)
-                kept.append(job)
-            kept += [tables, slots]
+            kept += [tables, slots, next_tokens, chunks, states]
+            jobs = (0 if job is None else ctypes.addressof(job) for job in (next_tokens, chunks))
             at = len(GROUP) * self._groups.index(group)
             counts = (len(tables.pieces), len(tables.queries), len(tables.blocks))
             fields[at : at + len(GROUP)] = [
-                slots.data_ptr(), next_tokens, chunks, *(count * layer.num_key_heads for count in counts),
+                slots.data_ptr(), *jobs, *(count * layer.num_key_heads for count in counts),
             ]  # fmt: skip
         return fields, kept
 

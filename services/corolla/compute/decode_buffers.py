@@ -85,10 +85,25 @@ class DecodeBuffers:
 
     def step(self, tokens: Sequence[NewToken]) -> DecodeStep | None:
         """The step of these new tokens; None if the buffers have no room for it."""
-        padding = self._max_rows - len(tokens)
+        padding, page_tokens = self._max_rows - len(tokens), self._store.pool.page_tokens
         if padding < 0 or any(position >= self.max_tokens for _, position in tokens):
             return None
-        return self._padded(tokens, padding)
+        columns, versions = [[position for _, position in tokens] + [0] * padding], []
+        scratch_slots, single_keys = [self._scratch_page * page_tokens] * padding, [1] * padding
+        for group, pages in enumerate(self._pages):
+            slots, num_keys, group_versions, num_pages = [], [], [], padding
+            for cache, position in tokens:
+                table = cache.tables[group]
+                slot, keys = table.newest(position)
+                slots.append(slot)
+                num_keys.append(keys)
+                group_versions.append(table.version)
+                num_pages += -(-keys // page_tokens)
+            if num_pages > self._max_pages or max(num_keys, default=0) > pages.shape[1] * page_tokens:
+                return None
+            columns += (slots + scratch_slots, num_keys + single_keys)
+            versions.append(group_versions)
+        return DecodeStep(tokens, columns, versions)
 
     def write(self, step: DecodeStep, size: int) -> None:
         """Writes all inputs of a step of `size` but `hidden`; entries behind the step's rows become padding.
@@ -148,22 +163,3 @@ class DecodeBuffers:
         slots = {group: columns[1 + 2 * group] for group in tables}
         prepared = {group: (each,) for group, each in tables.items()}
         return AttentionBatch(self._store, (), backend, slots=slots, prepared=prepared)
-
-    def _padded(self, tokens: Sequence[NewToken], padding: int) -> DecodeStep | None:
-        page_tokens = self._store.pool.page_tokens
-        columns, versions = [[position for _, position in tokens] + [0] * padding], []
-        scratch_slots, single_keys = [self._scratch_page * page_tokens] * padding, [1] * padding
-        for group, pages in enumerate(self._pages):
-            slots, num_keys, group_versions, num_pages = [], [], [], padding
-            for cache, position in tokens:
-                table = cache.tables[group]
-                slot, keys = table.newest(position)
-                slots.append(slot)
-                num_keys.append(keys)
-                group_versions.append(table.version)
-                num_pages += -(-keys // page_tokens)
-            if num_pages > self._max_pages or max(num_keys, default=0) > pages.shape[1] * page_tokens:
-                return None
-            columns += (slots + scratch_slots, num_keys + single_keys)
-            versions.append(group_versions)
-        return DecodeStep(tokens, columns, versions)

@@ -54,17 +54,6 @@ class Compiled:
             self._engine = _compiled(source)
         self.address: Callable[[str], int] = functools.cache(self._engine.get_function_address)
 
-    def function(self, name: str, *arguments: Any) -> Any:
-        """A Python callable for a function without a result. It keeps this object alive; calls release the GIL.
-
-        Args:
-            name: the function's name.
-            arguments: the ctypes types of its arguments.
-        """
-        function: Any = ctypes.CFUNCTYPE(None, *arguments)(self.address(name))
-        function.module = self
-        return function
-
 
 def in_threads(function: int, argument: int, num_threads: int) -> None:
     """Calls a compiled function once in each of `num_threads` threads, at the same time.

@@ -132,7 +132,7 @@ class Kernel:
         row_ids = row_ids.contiguous()
         rows = torch.empty(len(row_ids), num_columns, dtype=torch.float32)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        expand = self._compiled.function("expand", pointer, number, number, pointer, pointer)
+        expand = ctypes.CFUNCTYPE(None, pointer, number, number, pointer, pointer)(self._compiled.address("expand"))
         expand(row_ids.data_ptr(), len(row_ids), num_columns, panels.data_ptr(), rows.data_ptr())
         return rows
 

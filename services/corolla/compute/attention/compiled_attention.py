@@ -96,76 +96,62 @@ class CompiledAttention(AttentionBackend):
         keys, values = batch.write(given.layer, given.key, given.value)
         query = given.query.contiguous()
         output = torch.empty(*query.shape[:2], shape.value_size)
-        call = AttentionCall(
-            shape, query.data_ptr(), keys, values, output.data_ptr(), tables, page_tokens, float_bits(given.scaling)
+        next_tokens, chunks, _states = jobs_of(
+            tables, query.data_ptr(), keys, values, output.data_ptr(), page_tokens, shape, given.scaling, given.window
         )
         num_key_heads, num_threads = keys.shape[1], torch.get_num_threads()
-        if len(tables.queries):
-            job, _states = call.next_token_job()
-            at, functions = ctypes.addressof(job), next_token_module(shape)
-            share(functions.address("piece"), at, len(tables.pieces) * num_key_heads, call.num_next_token_threads)
+        if next_tokens is not None:
+            at, functions = ctypes.addressof(next_tokens), next_token_module(shape)
+            most = num_threads if tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
+            share(functions.address("piece"), at, len(tables.pieces) * num_key_heads, most)
             # Merging is too little work for several threads.
             share(functions.address("merge"), at, len(tables.queries) * num_key_heads, 1)
-        if len(tables.blocks):
-            chunks = call.chunk_job(given.window)
+        if chunks is not None:
             block, num_items = chunk_module(shape).address("block"), len(tables.blocks) * num_key_heads
             share(block, ctypes.addressof(chunks), num_items, num_threads)
         return output.to(query.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """The arguments of an attention call, which become jobs: the arrays of arguments that compiled functions get.
+def jobs_of(
+    tables: Tables,
+    query: int,
+    keys: Tensor,
+    values: Tensor,
+    output: int,
+    page_tokens: int,
+    shape: HeadShape,
+    scaling: float,
+    window: int | None,
+) -> tuple[Any, Any, Tensor]:
+    """The jobs, arrays of arguments, that compiled functions get for a batch.
 
-    Attributes:
-        shape: the heads.
+    Args:
+        tables: the rows of the batch.
         query: the address of `[N, heads, key size]` in the shape's element type.
         keys: `[slots, key heads, key size]` in the same type.
         values: `[slots, key heads, value size]` in the same type.
         output: the address of the output, float32 `[N, heads, value size]`.
-        tables: the rows of the batch.
         page_tokens: tokens of a page.
-        scaling_bits: the scaling of the scores; see `float_bits`.
+        shape: the heads.
+        scaling: the factor of the scores.
+        window: how many tokens a token sees, itself included; None: all tokens before it.
+
+    Returns:
+        The job for `next_token_module`, and the one for `chunk_module`; None where no row has one. Then the memory for
+        intermediate results, float32 `[pieces * key heads * shape.state_floats]`: it must live as long as the jobs.
     """
-
-    shape: HeadShape
-    query: int
-    keys: Tensor
-    values: Tensor
-    output: int
-    tables: Tables
-    page_tokens: int
-    scaling_bits: int
-
-    @property
-    def num_next_token_threads(self) -> int:
-        return torch.get_num_threads() if self.tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
-
-    def next_token_job(self) -> tuple[Any, Tensor]:
-        """The job for `next_token_module`, and the memory for intermediate results, which must live as long as the job.
-
-        The memory is float32 `[pieces * key heads * shape.state_floats]`.
-        """
-        tables = self.tables
-        states = torch.empty(len(tables.pieces) * self.keys.shape[1] * self.shape.state_floats)
-        fields = (states.data_ptr(), tables.pieces.data_ptr(), tables.queries.data_ptr())
-        return _Job(*self._common_fields, *fields), states
-
-    def chunk_job(self, window: int | None) -> Any:
-        """The job for `chunk_module`."""
-        window = min(window or _ALL_KEYS, _ALL_KEYS)
-        return _ChunkJob(*self._common_fields, self.tables.blocks.data_ptr(), window)
-
-    @property
-    def _common_fields(self) -> tuple[int, ...]:
-        """The fields `COMMON_FIELDS` of `attention_text`, which both jobs begin with."""
-        size = self.shape.element_bytes
-        strides = (*self.keys.stride()[:2], *self.values.stride()[:2])
-        return (
-            self.query, self.keys.data_ptr(), self.values.data_ptr(), self.output, self.tables.pages.data_ptr(),
-            EXPONENTIAL.data_ptr(), self.keys.shape[1], self.page_tokens,
-            *(stride * size for stride in strides), self.scaling_bits,
-        )  # fmt: skip
+    strides = (stride * shape.element_bytes for part in (keys, values) for stride in part.stride()[:2])
+    common = (
+        query, keys.data_ptr(), values.data_ptr(), output, tables.pages.data_ptr(), EXPONENTIAL.data_ptr(),
+        keys.shape[1], page_tokens, *strides, float_bits(scaling),
+    )  # fmt: skip
+    states = torch.empty(len(tables.pieces) * keys.shape[1] * shape.state_floats)
+    next_tokens = chunks = None
+    if len(tables.queries):
+        next_tokens = _Job(*common, states.data_ptr(), tables.pieces.data_ptr(), tables.queries.data_ptr())
+    if len(tables.blocks):
+        chunks = _ChunkJob(*common, tables.blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
+    return next_tokens, chunks, states
 
 
 def _shape_of(given: LayerInput) -> HeadShape | None:

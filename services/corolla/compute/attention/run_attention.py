@@ -66,8 +66,8 @@ class RunAttention(AttentionBackend):
 
     def _attend_many(self, batch: AttentionBatch, number: int, own: LayerInput, keys: Tensor, values: Tensor) -> Tensor:
         """Attends for a chunk, whose tokens see the tokens before the chunk and, causally, each other."""
-        if (codec := batch.store.codec) is not None:
-            key, value = codec.decode(codec.encode(own.key)), codec.decode(codec.encode(own.value))
+        if (store := batch.store).codec is not None:
+            key, value = (store.decoded(store.encoded(each)) for each in (own.key, own.value))
             own = replace(own, key=key, value=value)
         num_tokens, num_heads, head_size = own.query.shape
         num_key_heads, position, window = keys.shape[1], batch.rows[number].position, own.window

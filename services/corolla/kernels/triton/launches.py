@@ -86,15 +86,11 @@ def launch(of: Variant, grid: Grid, *arguments: Any) -> None:
         of.launch(grid, arguments)
 
 
-def stages_within(most: int, bytes_of_stage: int, device: torch.device) -> int:
+def _stages(most: int, bytes_of_stage: int, shared_memory: int) -> int:
     """How many steps of a loop a kernel loads ahead: `most`, or as many as the shared memory of the device takes.
 
     The number changes no bit of a result.
     """
-    return _stages(most, bytes_of_stage, _shared_memory(device))
-
-
-def _stages(most: int, bytes_of_stage: int, shared_memory: int) -> int:
     return max(1, min(most, shared_memory // bytes_of_stage))
 
 
@@ -469,13 +465,13 @@ class Tile:
 def tile_of(num_rows: int, num_inputs: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile of a product of `num_rows` rows that have this dtype; no bit depends on the tile."""
     height, width, depth, warps, stages = next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
-    bytes_of_column = (height + width) * dtype.itemsize
+    bytes_of_column, shared_memory = (height + width) * dtype.itemsize, _shared_memory(device)
     takes_long_steps = dtype.itemsize == 2 and num_rows <= _TILES[-1][0] and num_inputs % _LONG_STEP == 0
-    if takes_long_steps and stages_within(stages, bytes_of_column * _LONG_STEP, device) >= _LEAST_LONG_STEPS:
+    if takes_long_steps and _stages(stages, bytes_of_column * _LONG_STEP, shared_memory) >= _LEAST_LONG_STEPS:
         depth = _LONG_STEP
     elif num_inputs % depth:
         depth = 64
-    return Tile(height, width, depth, warps, stages_within(stages, bytes_of_column * depth, device))
+    return Tile(height, width, depth, warps, _stages(stages, bytes_of_column * depth, shared_memory))
 
 
 def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
