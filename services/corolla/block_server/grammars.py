@@ -148,6 +148,8 @@ def _deep_thread() -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(1, "grammars")
     with _starting:
         usual = threading.stack_size(_STACK_BYTES)
-        pool.submit(int)  # this starts the thread
-        threading.stack_size(usual)
+        try:
+            pool.submit(int)  # this starts the thread
+        finally:
+            threading.stack_size(usual)
     return pool
