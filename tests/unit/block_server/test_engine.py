@@ -1,4 +1,4 @@
-"""The loop of a block server whose device fails."""
+"""The loop of a block server: where it computes, and what follows when its device fails."""
 
 import asyncio
 import threading
@@ -246,3 +246,32 @@ def test_an_average_begins_with_the_first_value() -> None:
     """Planners read it after one step: a tenth of the time would make a fresh server look ten times as fast."""
     assert moved(0.0, 3.0) == 3.0
     assert moved(1.0, 2.0) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("max_inline_s, are_inline", [(3600.0, [False, True, True]), (1e-9, [False] * 3)])
+async def test_steps_are_computed_on_the_event_loop_once_one_was_short_enough(
+    runner: SpanRunner, max_inline_s: float, are_inline: list[bool]
+) -> None:
+    sessions: SessionTable[SessionCache] = SessionTable(runner.store.pool, runner.new_cache)
+    peers, own_thread, found = PeerTable(), threading.current_thread(), list[bool]()
+    engine = Engine(
+        FaultyRunner(runner, before=lambda _rows: found.append(threading.current_thread() is own_thread)),
+        Scheduler(8, 8), sessions, BoundaryActivations(0), peers, partial(Relay, "", peers),
+        BlockServerMetrics(CollectorRegistry()), fail=lambda: None, max_inline_s=max_inline_s,
+    )  # fmt: skip
+    sessions.open(REQUEST, engine.clock())
+    hidden = torch.zeros(1, runner.model.hidden_size)
+    running = asyncio.create_task(engine.run())
+    for position in range(3):
+        row = pb.StepRow(session_id=b"a", epoch=1, position=position, num_tokens=1, num_result_tokens=1)
+        step = pb.Step(
+            step_id=position + 1, client_id=b"c", rows=[row], dtype=pb.TENSOR_TYPE_FLOAT32, hidden_size=hidden.shape[1]
+        )
+        work = StepWork(step, bytes(to_payload(hidden)), Peer(b"c", UnreadStream()))
+        engine.submit(QueuedStep(frozenset([b"a"]), {"t": 1}, True, SPAN, work))
+        async with asyncio.timeout(30):
+            while len(found) <= position or not engine.is_idle:  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0)
+    assert found == are_inline
+    running.cancel()
+    engine.close()
