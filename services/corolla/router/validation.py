@@ -5,9 +5,10 @@ A failed check raises an InvalidRequest that names the field.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from corolla.chassis.errors import InvalidRequest, SpanRefused
@@ -38,18 +39,29 @@ def check(request: Request, place: str = "") -> Request:
     Args:
         place: the name of the field that has the message, with a dot.
     """
-    kind = request.DESCRIPTOR
-    for field in kind.fields:
-        name, value = f"{kind.name}.{field.name}", getattr(request, field.name)
-        if (rule := _RULES.get(name) or _RULES.get(field.name)) is not None:
-            rule(place + field.name, value)
-        is_inner = field.message_type is not None and field.message_type.name in _INNER
-        if is_inner and (name not in _OPTIONAL or request.HasField(field.name)):
-            for each in value if field.is_repeated else (value,):
-                check(each, f"{place}{field.name}.")
-    if (whole := _WHOLE.get(kind.name)) is not None:
+    for name, rule, is_inner, is_optional in _checked_fields(request.DESCRIPTOR):
+        value = getattr(request, name)
+        if rule is not None:
+            rule(place + name, value)
+        if is_inner and (not is_optional or request.HasField(name)):
+            for each in (value,) if isinstance(value, Message) else value:
+                check(each, f"{place}{name}.")
+    if (whole := _WHOLE.get(request.DESCRIPTOR.name)) is not None:
         whole(place, request)
     return request
+
+
+@cache
+def _checked_fields(kind: Descriptor) -> list[tuple[str, Rule | None, bool, bool]]:
+    """The names of fields, their rules, whether they have messages with rules, and whether these may be missing."""
+    found = []
+    for field in kind.fields:
+        name = f"{kind.name}.{field.name}"
+        rule = _RULES.get(name) or _RULES.get(field.name)
+        is_inner = field.message_type is not None and field.message_type.name in _INNER
+        if rule is not None or is_inner:
+            found.append((field.name, rule, is_inner, name in _OPTIONAL))
+    return found
 
 
 def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
