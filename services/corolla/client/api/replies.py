@@ -120,7 +120,7 @@ async def write_chat(written: pb.ChatResponse | pb.ChatCompletion, tokenizer: Te
             role="assistant",
             content=answer.text,
             reasoning=answer.reasoning,
-            tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in answer.calls],
+            tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments_delta) for call in answer.calls],
         )
     )
     await _write_tokens(written, tokenizer, answer)
@@ -141,10 +141,7 @@ def chat_chunk(tokenizer: TextTokenizer, index: int, delta: Delta, usage: pb.Usa
         token_ids=[token.token_id for token in delta.tokens],
         text_delta=delta.text,
         reasoning_delta=delta.reasoning,
-        tool_calls=[
-            pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments_delta=call.arguments)
-            for call in delta.calls
-        ],
+        tool_calls=delta.calls,
         logprobs=logprobs(tokenizer, delta.tokens),
         finish_reason=finish_reason(delta.finish_reason),
         usage=usage,

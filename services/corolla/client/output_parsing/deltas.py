@@ -7,16 +7,7 @@ from corolla.chain.prompt_readout import PromptReadout
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
 from corolla.v1.common_pb2 import ChatMessage, ToolCall
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A part of a call. The first part has the call's id and name. `index` numbers the calls of an answer from 0."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
+from corolla.v1.generation_pb2 import ToolCallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +16,8 @@ class Delta:
 
     Attributes:
         text: whole characters that can no longer become part of a stop sequence.
-        reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools.
+        reasoning, calls: in a chat, new reasoning, which is not in `text`, and calls of tools. The first part of a call
+            has its id and name.
         tokens: the new tokens; empty if the delta is only the end.
         finish_reason: set on the last delta.
         readout: what hops reported about the prompt, if the request asks for that; on one of the first deltas.
@@ -34,7 +26,7 @@ class Delta:
 
     text: str = ""
     reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
     tokens: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     readout: PromptReadout | None = None
@@ -65,7 +57,7 @@ class MessageBuilder:
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         if delta.text:
@@ -75,8 +67,9 @@ class MessageBuilder:
         for call in delta.calls:
             last = self.calls[-1] if self.calls else None
             if last is not None and last.index == call.index:
-                call = CallDelta(last.index, last.id, last.name, last.arguments + call.arguments)
                 self.calls.pop()
+                arguments = last.arguments_delta + call.arguments_delta
+                call = ToolCallDelta(index=last.index, id=last.id, name=last.name, arguments_delta=arguments)
             self.calls.append(call)
 
     @property
@@ -86,6 +79,6 @@ class MessageBuilder:
     @property
     def message(self) -> ChatMessage:
         """The answer as the next message of a conversation."""
-        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in self.calls]
+        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments_delta) for call in self.calls]
         text, reasoning = "".join(self.texts), "".join(self.reasonings)
         return ChatMessage(role="assistant", content=text, reasoning=reasoning, tool_calls=calls)

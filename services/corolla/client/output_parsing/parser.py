@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Any, Final
 
-from corolla.client.output_parsing.deltas import CallDelta, Delta, MessageBuilder
+from corolla.client.output_parsing.deltas import Delta, MessageBuilder
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat
+from corolla.v1.generation_pb2 import ToolCallDelta
 
 _HEAD_CHARS: Final = 512
 _STRING: Final = r'"[^"\\]{0,64}"'
@@ -395,12 +396,13 @@ class MarkupParser:
     def _emit_call(self, name: str, arguments: str) -> None:
         index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
         if self.num_calls > index:
-            self._builder.add(Delta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+            call = ToolCallDelta(index=index, id=self._call_id(index), name=name, arguments_delta=arguments)
+            self._builder.add(Delta(calls=(call,)))
 
     def _emit_arguments(self, text: str) -> None:
         index = self._num_read_calls - 1
         if text and self.num_calls > index:
-            self._builder.add(Delta(calls=(CallDelta(index, arguments=text),)))
+            self._builder.add(Delta(calls=(ToolCallDelta(index=index, arguments_delta=text),)))
 
 
 def _num_begun(text: str, mark: str) -> int:

@@ -12,11 +12,12 @@ from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from corolla.client.output_parsing.call_rules import CallRules, calls_grammar, is_special_in_grammars
-from corolla.client.output_parsing.deltas import CallDelta, Delta, MessageBuilder
+from corolla.client.output_parsing.deltas import Delta, MessageBuilder
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from corolla.client.output_parsing.parser import MarkupParser, State
 from corolla.client.text.conversation import tool_values
 from corolla.client.text.tokenizer import TextTokenizer
+from corolla.v1.generation_pb2 import ToolCallDelta
 
 _REASONING: Final = frozenset({"reasoning", "reasoning_content", "thinking"})
 
@@ -103,7 +104,8 @@ class ResponseTemplateParser:
         for name, arguments in read:
             index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
             if self.num_calls > index:
-                builder.add(Delta(calls=(CallDelta(index, self._call_id(index), name, arguments),)))
+                call = ToolCallDelta(index=index, id=self._call_id(index), name=name, arguments_delta=arguments)
+                builder.add(Delta(calls=(call,)))
         return builder.delta
 
 

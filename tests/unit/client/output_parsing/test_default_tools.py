@@ -37,7 +37,7 @@ def test_a_call_is_written_as_the_parser_reads_it(calls: CallFormat) -> None:
     assert not answer.tool_calls
     parser = MarkupParser(calls, None, {"weather"})
     (call,) = parser.push(str(answer.content)).calls
-    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "R\u00f6m"})
+    assert (call.name, json.loads(call.arguments_delta)) == ("weather", {"city": "R\u00f6m"})
 
 
 def test_results_are_a_message_of_the_user() -> None:

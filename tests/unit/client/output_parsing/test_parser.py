@@ -29,7 +29,7 @@ def read(calls: CallFormat | None, *chunks: str, **options: Any) -> Delta:
 
 def calls_of(delta: Delta) -> list[tuple[str, str]]:
     assert [(call.index, call.id) for call in delta.calls] == [(i, f"id{i}") for i in range(len(delta.calls))]
-    return [(call.name, call.arguments) for call in delta.calls]
+    return [(call.name, call.arguments_delta) for call in delta.calls]
 
 
 PARIS = '{"city": "Paris } \\" ]"}'
@@ -141,10 +141,10 @@ def test_arguments_come_as_they_are_written_and_text_at_once() -> None:
     assert parser.push(" see. ").text == " see."
     assert parser.push('\n<tool_call>{"name": "now", ').calls == ()
     (begun,) = parser.push('"arguments": {"a": ').calls
-    assert (begun.id, begun.name, begun.arguments) == ("0", "now", '{"a": ')
+    assert (begun.id, begun.name, begun.arguments_delta) == ("0", "now", '{"a": ')
     (more,) = parser.push('"b').calls
-    assert (more.id, more.name, more.arguments) == ("", "", '"b')
-    assert parser.push('"}}').calls[0].arguments == '"}'
+    assert (more.id, more.name, more.arguments_delta) == ("", "", '"b')
+    assert parser.push('"}}').calls[0].arguments_delta == '"}'
     assert parser.finish() == Delta()
 
 
@@ -154,7 +154,7 @@ def test_text_that_cannot_be_a_call_any_more_comes_at_once() -> None:
     assert parser.push("t that").text == "[TOOL_CALLS]not that"
     assert parser.push("[TOOL_CALLS]now[ARGS]").calls == ()
     (begun,) = parser.push('{"a"').calls
-    assert (begun.name, begun.arguments) == ("now", '{"a"')
+    assert (begun.name, begun.arguments_delta) == ("now", '{"a"')
 
 
 def test_no_more_calls_than_wanted() -> None:
@@ -203,7 +203,7 @@ def test_any_arguments_come_back(calls: CallFormat, arguments: list[dict[str, An
     else:
         answer = "\n".join(f"{calls.opening}\n{each}\n{calls.closing}" for each in objects)
     delta = read(calls, text + answer)
-    assert [json.loads(call.arguments) for call in delta.calls] == arguments
+    assert [json.loads(call.arguments_delta) for call in delta.calls] == arguments
     assert delta.text.rstrip() == text.rstrip()
 
 
@@ -236,7 +236,7 @@ def test_an_answer_of_calls_has_no_text_wherever_it_is_cut_off(name: str, step: 
     for length in range(len(answer) + 1):
         found = cut(calls, answer[:length], step, has_text=False)
         assert (found.text, found.reasoning) == ("", ""), answer[:length]
-        assert all('{"a": [1]}'.startswith(call.arguments) for call in found.calls)
+        assert all('{"a": [1]}'.startswith(call.arguments_delta) for call in found.calls)
 
 
 @pytest.mark.parametrize("name", CALLED)
