@@ -236,12 +236,14 @@ def test_packed_weights_run_by_the_kernels_and_in_replayed_steps(
     checkpoint, quantization = quantised(tmp_path, kind)
     span = Span(1, 2)
     options: dict[str, Any] = {"num_pages": 60, "page_tokens": PAGE_TOKENS, "max_stack_bytes": 0}
-    # A processor takes the expanded numbers of a file.
+    # A processor takes the expanded numbers.
     plain = load_span(
         checkpoint, span, dtype=torch.float32, quantization="none" if quantization == "packed" else quantization
     )
     with torch.device("cpu"):
         reference = SpanRunner(plain, attention="sdpa", **options)
+    for layer in plain.packed_layers:
+        layer.expand(torch.float32)
     take_packed_product(monkeypatch)
     packed = load_span(checkpoint, span, dtype=torch.float32, device=DEVICE, quantization=quantization)
     runner = SpanRunner(packed, attention="triton", has_scratch_page=True, **options)

@@ -12,6 +12,7 @@ device is a GPU, they are pinned, so the GPU copies one while others are filled.
 """
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -22,14 +23,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from corolla.chassis.errors import CheckpointError, InternalError
 from corolla.chassis.processors import available_cores
 from corolla.models.weights import StoredTensor, read_header
 
-_DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The dtypes by safetensors' names, and those that models compute with.
+_DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+_PLAIN: Final = (torch.float32, torch.float16, torch.bfloat16)
 CHUNK_BYTES: Final = 1 << 20
 
 Room = Callable[[int], Tensor]
@@ -116,16 +122,12 @@ class StoredMatrix:
     """A tensor of a shard that has the interface of safetensors' slices, but reads only the indexed rows.
 
     A slice of safetensors reads the whole tensor each time.
-
-    Args:
-        whole: safetensors' slice of the whole tensor.
-        stored: the tensor's place in the shard.
     """
 
-    def __init__(self, whole: Any, file: io.FileIO, stored: StoredTensor) -> None:
-        self._whole = whole
+    def __init__(self, file: io.FileIO, stored: StoredTensor) -> None:
         self._file = file
         self._stored = stored
+        self._dtype = _DTYPES.get(stored.dtype)
 
     def get_shape(self) -> list[int]:
         return list(self._stored.shape)
@@ -135,21 +137,18 @@ class StoredMatrix:
         return self._stored.dtype
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]` of a matrix, only these rows."""
-        if not isinstance(index, slice) or len(self._stored.shape) < 2:
-            whole: Tensor = self._whole[index]
-            return whole
-        start, end, _ = index.indices(self._stored.shape[0])
-        if not self.is_plain:
-            part: Tensor = self._whole[start:end]
-            return part
-        inner = math.prod(self._stored.shape[1:-1])
-        return self.lines(start * inner, end * inner, new_room).view(end - start, *self._stored.shape[1:])
+        """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]`, only these rows."""
+        shape, num_bytes = self._stored.shape, self._stored.num_bytes
+        if not isinstance(index, slice) or not num_bytes:
+            return self._read(0, num_bytes, new_room).view(shape)[index]
+        start, end, _ = index.indices(shape[0])
+        row_bytes = num_bytes // shape[0]
+        return self._read(start * row_bytes, (end - start) * row_bytes, new_room).view(end - start, *shape[1:])
 
     @property
     def is_plain(self) -> bool:
-        """True if the file holds the numbers as torch does, row after row."""
-        return self._stored.dtype in _DTYPES and len(self._stored.shape) > 1
+        """True if the file holds the numbers of a matrix as a model does, row after row."""
+        return self._dtype in _PLAIN and len(self._stored.shape) > 1
 
     def lines(self, start: int, end: int, room: Room) -> Tensor:
         """Reads rows `[start, end)` of a plain tensor, which count through all dimensions but the last.
@@ -166,11 +165,22 @@ class StoredMatrix:
             CheckpointError: the file has become shorter.
         """
         row_bytes = self._stored.num_bytes // math.prod(self._stored.shape[:-1])
-        memory = room((end - start) * row_bytes)
+        return self._read(start * row_bytes, (end - start) * row_bytes, room).view(end - start, self._stored.shape[-1])
+
+    def _read(self, start: int, num_bytes: int, room: Room) -> Tensor:
+        """Reads `num_bytes` of the tensor's bytes from `start` on: numbers in the file's dtype, in one dimension."""
+        if self._dtype is None:
+            raise CheckpointError(
+                f"{self._file.name} holds numbers of the type {self._stored.dtype}; give another one."
+            )
+        memory, at = room(num_bytes), 0
         target: Any = memory.numpy()
-        if os.preadv(self._file.fileno(), [target], self._stored.offset + start * row_bytes) < memory.nbytes:
-            raise CheckpointError(f"{self._file.name} has become shorter; fetch the checkpoint again.")
-        return memory.view(_DTYPES[self._stored.dtype]).view(end - start, self._stored.shape[-1])
+        while at < num_bytes:  # the system reads two gigabytes at most
+            read = os.preadv(self._file.fileno(), [target[at:]], self._stored.offset + start + at)
+            if read == 0:
+                raise CheckpointError(f"{self._file.name} has become shorter; fetch the checkpoint again.")
+            at += read
+        return memory.view(self._dtype)
 
 
 @contextlib.contextmanager
@@ -178,24 +188,22 @@ def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> 
     """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.
 
     A tensor is read into new memory when it is indexed. Files are not mapped, so that a process takes only the memory
-    of what it has read. Indexing by `[start:end]` reads only these rows. Only shards with a wanted tensor are opened.
+    of what it has read. Only shards with a wanted tensor are opened.
 
     Raises:
         CheckpointError: a shard cannot be opened.
     """
     with contextlib.ExitStack() as stack:
-        shards: dict[Path, Any] = {}
-        files: dict[Path, tuple[io.FileIO, dict[str, StoredTensor]]] = {}
+        shards: dict[Path, tuple[io.FileIO, dict[str, StoredTensor]]] = {}
         tensors: dict[str, Any] = {}
         for new_name, stored_name in names.items():
             path = weight_index[stored_name]
             try:
                 if path not in shards:
-                    shards[path] = stack.enter_context(safe_open(path, framework="pt", backend="pread"))
-                    files[path] = stack.enter_context(path.open("rb", buffering=0)), read_header(path)
-                file, header = files[path]
-                tensors[new_name] = StoredMatrix(shards[path].get_slice(stored_name), file, header[stored_name])
-            except (SafetensorError, OSError) as error:
+                    shards[path] = stack.enter_context(path.open("rb", buffering=0)), read_header(path)
+                file, header = shards[path]
+                tensors[new_name] = StoredMatrix(file, header[stored_name])
+            except OSError as error:
                 raise CheckpointError(
                     f"{path} cannot be read; check its permissions or fetch the checkpoint again."
                 ) from error
@@ -243,59 +251,58 @@ class _Buffer:
         return self._memory[:num_bytes]
 
 
-class DeviceReader:
-    """Reads tensors in chunks, through buffers that are made once.
+def read_to(
+    device: torch.device,
+    tensors: Sequence[ChunkedTensor],
+    is_pinned: bool | None = None,
+    num_threads: int | None = None,
+) -> Generator[Tensor, None, None]:
+    """Reads deferred tensors one after the other, while threads read ahead into buffers that are made once.
+
+    Close the iterator before the files are closed.
 
     Args:
         is_pinned: whether the buffers are pinned; None: if the device is a GPU.
         num_threads: how many chunks are read at a time; None: as many as this process may use cores, up to a limit.
+
+    Yields:
+        Each tensor whole: `[rows, ...]` of its own shape, in its own dtype, on the device.
+
+    Raises:
+        CheckpointError: a file cannot be read.
     """
+    is_pinned = device.type == "cuda" if is_pinned is None else is_pinned
+    num_threads = num_threads or min(_MOST_THREADS, available_cores())
+    # Tensors that have to be expanded take all threads of torch for one chunk.
+    if not all(each.is_plain for each in tensors):
+        num_threads = 1
+    chunks = ((tensor, start, end) for tensor in tensors for start, end in _runs(tensor))
+    buffers = [_Buffer(is_pinned) for _ in range(num_threads + _MORE_BUFFERS)]
+    ahead: deque[tuple[_Buffer, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(num_threads, "weights") as threads:
 
-    def __init__(self, device: torch.device, is_pinned: bool | None = None, num_threads: int | None = None) -> None:
-        self._device = device
-        self._is_pinned = device.type == "cuda" if is_pinned is None else is_pinned
-        self._num_threads = num_threads or min(_MOST_THREADS, available_cores())
+        def begin(buffer: _Buffer) -> None:
+            if (chunk := next(chunks, None)) is not None:
+                ahead.append((buffer, threads.submit(buffer.read, *chunk)))
 
-    def read(self, tensors: Sequence[ChunkedTensor]) -> Generator[Tensor, None, None]:
-        """Reads deferred tensors one after the other, while threads read ahead into the buffers.
-
-        Close the iterator before the files are closed.
-
-        Yields:
-            Each tensor whole: `[rows, ...]` of its own shape, in its own dtype, on the device.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        # Tensors that have to be expanded take all threads of torch for one chunk.
-        num_threads = self._num_threads if all(each.is_plain for each in tensors) else 1
-        chunks = ((tensor, start, end) for tensor in tensors for start, end in _runs(tensor))
-        buffers = [_Buffer(self._is_pinned) for _ in range(num_threads + _MORE_BUFFERS)]
-        ahead: deque[tuple[_Buffer, Future[Tensor]]] = deque()
-        with ThreadPoolExecutor(num_threads, "weights") as threads:
-
-            def begin(buffer: _Buffer) -> None:
-                if (chunk := next(chunks, None)) is not None:
-                    ahead.append((buffer, threads.submit(buffer.read, *chunk)))
-
-            try:
-                for buffer in buffers:
+        try:
+            for buffer in buffers:
+                begin(buffer)
+            for tensor in tensors:
+                target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                lines = target.view(tensor.row_shape)
+                for start, end in _runs(tensor):
+                    buffer, read = ahead.popleft()
+                    # The dtype changes on the device, which is faster there and takes no memory of the host.
+                    lines[start:end].copy_(read.result().to(device, non_blocking=is_pinned))
+                    if is_pinned:
+                        buffer.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        buffer.copied.record(torch.cuda.current_stream(device))
                     begin(buffer)
-                for tensor in tensors:
-                    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-                    lines = target.view(tensor.row_shape)
-                    for start, end in _runs(tensor):
-                        buffer, read = ahead.popleft()
-                        # The dtype changes on the device, which is faster there and takes no memory of the host.
-                        lines[start:end].copy_(read.result().to(self._device, non_blocking=self._is_pinned))
-                        if self._is_pinned:
-                            buffer.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                            buffer.copied.record(torch.cuda.current_stream(self._device))
-                        begin(buffer)
-                    yield target
-            finally:
-                for _, read in ahead:
-                    read.cancel()
+                yield target
+        finally:
+            for _, read in ahead:
+                read.cancel()
 
 
 def _runs(tensor: ChunkedTensor) -> Iterator[tuple[int, int]]:
@@ -319,7 +326,7 @@ def read_deferred(
         tensors: the tensors with which the model was filled.
         when_read: called with each module once its own parameters lie on the device, before the next module is read. It
             changes no other module.
-        read: reads the tensors; None: a DeviceReader does.
+        read: reads the tensors; None: `read_to` does.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -335,7 +342,7 @@ def read_deferred(
     }
     if missing := len(deferred) - len(set(map(id, found.values()))):
         raise InternalError(f"{missing} tensors of the checkpoint were copied before they were read")
-    read = read or DeviceReader(device).read
+    read = read or functools.partial(read_to, device)
     with contextlib.closing(read(list(found.values()))) as reading:
         for module in modules:
             for parameter in module.parameters(recurse=False):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from corolla.chassis.errors import CheckpointError, InternalError
 from corolla.models import chunked_reads, cut_model
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.chunked_reads import ChunkedTensor, DeviceReader, Room, open_tensors, read_deferred
+from corolla.models.chunked_reads import ChunkedTensor, Room, open_tensors, read_deferred, read_to
 from corolla.models.edges import load_edges
 from corolla.models.families import FAMILIES
 from corolla.models.quantization import quantizer
@@ -206,11 +206,11 @@ def test_a_pinned_buffer_is_not_filled_while_the_device_still_copies_it(
 
     with open_tensors(find_weights(tmp_path), {str(index): str(index) for index in range(len(numbers))}) as opened:
         shard = [ChunkedTensor(each, torch.float32) for each in opened.values()]
-        reader = DeviceReader(CPU, is_pinned=True, num_threads=num_threads)
+        made = [deferred(each) for each in numbers]
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", {CPU: "computing"}.__getitem__)
         monkeypatch.setattr(torch, "empty", empty)
-        found = list(reader.read(shard if is_in_a_shard else [deferred(each) for each in numbers]))
+        found = list(read_to(CPU, shard if is_in_a_shard else made, is_pinned=True, num_threads=num_threads))
     assert num_done < len(work), "nothing waits for the last copies"
     do(len(work))
     for tensor, expected in zip(found, numbers, strict=True):
@@ -235,7 +235,7 @@ def test_threads_read_at_the_same_time_and_no_further_than_there_are_buffers() -
             assert may_read.acquire(timeout=60)
             return torch.full((end - start, 30), float(start))
 
-    reading = DeviceReader(CPU, num_threads=3).read([ChunkedTensor(Stored(), torch.float32)])
+    reading = read_to(CPU, [ChunkedTensor(Stored(), torch.float32)], num_threads=3)
     with ThreadPoolExecutor(1) as main:
         read = main.submit(next, reading)
         for _ in range(3):
@@ -251,7 +251,7 @@ def test_a_file_that_has_become_shorter_ends_all_reads(tmp_path: Path) -> None:
     with open_tensors(find_weights(tmp_path), {"first": "first", "second": "second"}) as opened:
         with (tmp_path / "model.safetensors").open("r+b") as shard:
             shard.truncate(5000)
-        reading = DeviceReader(CPU, num_threads=2).read([ChunkedTensor(opened[name], torch.float32) for name in opened])
+        reading = read_to(CPU, [ChunkedTensor(opened[name], torch.float32) for name in opened], num_threads=2)
         assert len(next(reading)) == 100
         with pytest.raises(CheckpointError, match="has become shorter"):
             next(reading)
