@@ -56,7 +56,7 @@ _SAMPLING_TESTS: Final = ("tests/unit/decoding",)
 MUTANTS: Final = (
     Mutant(
         "temperature",
-        f"{_DECODING}/batched_sampling.py",
+        f"{_DECODING}/sampling.py",
         "if any(each.temperature != 1 for each in params):",
         "if any(each.temperature > 1 for each in params):",
         _SAMPLING_TESTS,

@@ -3,9 +3,8 @@
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError
-from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SampledToken
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, sample_together
 
 
 def sample(sampler: Sampler, logits: Tensor) -> SampledToken:

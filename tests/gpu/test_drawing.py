@@ -2,11 +2,9 @@
 
 import torch
 
-from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.philox import exponential_numbers
-from corolla.decoding.race import drawn, drawn_by_operators, racers
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.race import drawn, drawn_by_operators, exponential_numbers, racers
+from corolla.decoding.sampling import Sampler, sample_together
 from tests.gpu.devices import Device, on_float32
 
 NUM_ROWS, NUM_STEPS = 16, 12

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import CorollaError
-from corolla.decoding import batched_sampling
-from corolla.decoding.batched_sampling import sample_together
+from corolla.decoding import sampling
 from corolla.decoding.kernel_trials import failed_trial
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.penalties import penalises_as_operators
 from corolla.decoding.race import Racers, drawn_by_kernel, drawn_by_operators, draws_as_operators, racers
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, sample_together
 from tests.tiers import quick
 from tests.triton_kernels import DEVICE
 
@@ -75,7 +74,7 @@ def test_samplers_choose_by_the_kernel_what_operators_choose(monkeypatch: pytest
         rows = [(step + index) % len(many) for index in range(len(many) - step % 3)]
         found = []
         for side, draw in ((plain, drawn_by_operators), (there, drawn_by_kernel)):
-            monkeypatch.setattr(batched_sampling, "drawn", draw)
+            monkeypatch.setattr(sampling, "drawn", draw)
             found.append(tokens(sample_together([side[row] for row in rows], logits[rows].to(DEVICE))))
         assert found[0] == found[1]
 

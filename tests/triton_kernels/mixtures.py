@@ -26,7 +26,7 @@ from corolla.models.cuda_capture import CudaCapture
 from corolla.models.fused import MixtureMlp
 from corolla.models.invariant import InvariantProduct, triton_product
 from corolla.models.mixtures import Mixture, failed_mixture_trial
-from corolla.models.packed.experts import PackedExpertWeights
+from corolla.models.packed.modules import PackedExpertWeights
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span

@@ -24,7 +24,7 @@ from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.models.invariant import InvariantProduct, triton_product
 from corolla.models.linear import DenseLinear
-from corolla.models.packed import experts, modules
+from corolla.models.packed import modules
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -83,7 +83,7 @@ def make_runner(checkpoint: Checkpoint, span: Span, quantization: str = "none", 
 
 def num_packed_experts(runner: SpanRunner) -> int:
     """How many weights of experts stay packed."""
-    return sum(isinstance(module, experts.PackedExpertWeights) for module in runner.model.modules())
+    return sum(isinstance(module, modules.PackedExpertWeights) for module in runner.model.modules())
 
 
 def make_checkpoint(folder: Path, family: str) -> Checkpoint:
@@ -210,8 +210,7 @@ def quantised(folder: Path, kind: str) -> tuple[Checkpoint, str]:
 def take_packed_product(patch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter multiply by the product that packed layers and experts take by themselves on a GPU."""
     if DEVICE == "cpu":
-        for module in (modules, experts):
-            patch.setattr(module, "multiplied", multiply_packed)
+        patch.setattr(modules, "multiplied", multiply_packed)
 
 
 @pytest.mark.full

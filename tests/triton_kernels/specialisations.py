@@ -33,8 +33,7 @@ from corolla.models.adapters.products import SpanAdapter
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.invariant import InvariantProduct, choose_invariant_product, triton_product
 from corolla.models.linear import DenseLinear
-from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import PackedExpertWeights, PackedLinear
 from corolla.models.packed.trial import choose_packed_products, failed_trial
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span

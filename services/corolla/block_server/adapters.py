@@ -27,7 +27,7 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
-from corolla.models.adapters.hub import adapter_folder
+from corolla.models.adapters.file import adapter_folder
 from corolla.models.adapters.loading import adapter_bytes, load_adapter
 from corolla.models.adapters.products import AdapterStacks, SpanAdapter
 from corolla.models.hub import Hub

@@ -32,9 +32,8 @@ from corolla.chassis.handlers import call_path
 from corolla.compute.base import BlockRunner, LaunchedBatch, RowWork
 from corolla.compute.device import is_out_of_memory
 from corolla.compute.threads import single_threaded_pool
-from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SamplingParams
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, sample_together
 from corolla.models.edges import Edges
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.device_copies import begin_reading, copied_numbers, picked, to_device

@@ -14,10 +14,9 @@ from corolla.block_server.grammars import Grammars
 from corolla.chassis.errors import CorollaError, InvalidRequest, MalformedMessage, NonFiniteOutput
 from corolla.chassis.handlers import call_path
 from corolla.compute.device_memory import most_logit_rows
-from corolla.decoding.batched_sampling import launch_choice
 from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, launch_choice
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges

@@ -22,11 +22,11 @@ from corolla.compute.speed import Speed, measure_speed
 from corolla.decoding.draft_model import DraftModel, num_weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
-from corolla.models.edges import Edges, fetch_edges, load_edges
+from corolla.models.edges import Edges, load_edges
 from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.read_ahead import ReadAhead, tensors_of
-from corolla.models.span_model import SpanModel, fetch_span, load_span, weight_types
+from corolla.models.span_model import SpanModel, load_span, weight_types
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
 
@@ -83,8 +83,7 @@ class SpanLoader:
 
     def fetch(self, checkpoint: Checkpoint, span: Span) -> None:
         """Fetches the files of a span. Raises StartupError if they cannot be fetched."""
-        fetch_span(checkpoint, span)
-        fetch_edges(checkpoint, **_ends_of(checkpoint, span))
+        checkpoint.fetch(tensors_of(checkpoint, span))
         if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
             drafting.fetch()
 

@@ -103,8 +103,7 @@ def adapter_lines(adapter: "RegisteredAdapter") -> list[str]:
 
 def _read(source: str, revision: str) -> tuple[str, str, str]:
     """Returns source, commit and digest of an adapter's files; fetches them from the hub first if `revision` is set."""
-    from corolla.models.adapters.file import digest_of
-    from corolla.models.adapters.hub import adapter_folder
+    from corolla.models.adapters.file import adapter_folder, digest_of
 
     folder = adapter_folder(source, revision)
     digest = digest_of(folder)

@@ -19,8 +19,7 @@ from corolla.kernels.triton.compilation import SHARED_MEMORY, Compilation, compi
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.fused import FusedSpan, MixtureMlp
 from corolla.models.invariant import InvariantProduct, triton_product
-from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import PackedExpertWeights, PackedLinear
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
 

@@ -17,7 +17,7 @@ _TRIAL_TOKENS: Final = 10_000
 
 
 class TokenPenalties:
-    """The repetition, presence and frequency penalty of one sequence. Adding a token takes constant time.
+    """The repetition, presence and frequency penalty of one sequence.
 
     The repetition penalty is that of `transformers`, over prompt and answer: a seen token's logit is divided by it
     when positive and multiplied when negative, once per token, bit for bit as `RepetitionPenaltyLogitsProcessor` does.
@@ -61,17 +61,6 @@ class TokenPenalties:
         copied._is_seen = None if self._is_seen is None else self._is_seen.clone()
         copied._counts = None if self._counts is None else self._counts.clone()
         return copied
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The penalised scores of `logits`, both float32 `[V]` on one device; `logits` are not changed."""
-        return StackedPenalties.of([self], logits.device).apply(logits.unsqueeze(0))[0]
-
-    def add(self, token_id: int) -> None:
-        """Counts the answer's next token."""
-        if self._is_seen is not None:
-            self._is_seen[token_id] = True
-        if self._counts is not None:
-            self._counts[token_id] += 1
 
 
 class StackedPenalties:
@@ -131,13 +120,13 @@ class StackedPenalties:
     def apply(self, logits: Tensor) -> Tensor:
         """The penalised scores, float32 `[R, V]`, of `logits`, float32 `[R, V]`, which are not changed.
 
-        Each row is that of `TokenPenalties.apply` alone.
+        No row depends on the others.
         """
         penalise = launched_penalties if kernel_holds(self._device) else penalties_by_operators
         return penalise(logits, self._are_seen, self._counts, self._settings)
 
     def add(self, token_ids: Tensor, are_added: Tensor) -> None:
-        """Counts the next token of each answer, as `TokenPenalties.add` does, and waits for no device.
+        """Counts the next token of each answer in constant time, and waits for no device.
 
         Args:
             token_ids: int64 `[R]`, on the device of the penalties.

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
-from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.draft_model import DRAFT_MODEL_RATES, DraftModel, DraftReading
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.prompt_lookup import LOOKUP_RATES, PromptLookup
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, sample_together
 from corolla.decoding.speculation import DraftLength
 from corolla.v1 import blocks_pb2 as pb
 

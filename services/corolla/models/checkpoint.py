@@ -32,8 +32,7 @@ from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import is_gguf, part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
 from corolla.models.gguf.weights import GgufWeights
-from corolla.models.hub import Hub
-from corolla.models.hub_snapshot import HubSnapshot
+from corolla.models.hub import Hub, HubSnapshot
 from corolla.models.quantized.description import (
     DESCRIPTION_FILES,
     QUANTIZATION_KEYS,

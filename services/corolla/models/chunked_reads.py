@@ -216,6 +216,9 @@ _MOST_THREADS: Final = 8
 # While all threads read, the device copies these.
 _MORE_BUFFERS: Final = 2
 
+ChangeModule = Callable[[nn.Module], None]
+"""Changes a module of a filled model, or replaces it there, and no other one."""
+
 Read = Callable[[Sequence[ChunkedTensor]], Generator[Tensor, None, None]]
 """Yields deferred tensors one after the other, each whole, in its own shape and dtype, on the device."""
 
@@ -316,7 +319,7 @@ def read_deferred(
     model: nn.Module,
     tensors: Iterable[ChunkedTensor],
     device: torch.device,
-    when_read: Callable[[nn.Module], None] = lambda module: None,
+    change: ChangeModule | None = None,
     read: Read | None = None,
 ) -> None:
     """Reads the deferred tensors of a filled model, module by module, and moves the modules to the device.
@@ -324,8 +327,7 @@ def read_deferred(
     Args:
         model: the model; parameters share the memory of their deferred tensors.
         tensors: the tensors with which the model was filled.
-        when_read: called with each module once its own parameters lie on the device, before the next module is read. It
-            changes no other module.
+        change: called with each module once its own parameters lie on the device, before the next module is read.
         read: reads the tensors; None: `read_to` does.
 
     Raises:
@@ -350,4 +352,5 @@ def read_deferred(
                     parameter.data = next(reading) if id(parameter) in found else parameter.data.to(device)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-            when_read(module)
+            if change is not None:
+                change(module)

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import PACKED
 from corolla.models.checkpoint import Checkpoint, code_failed
-from corolla.models.chunked_reads import ChunkedTensor, read_deferred
+from corolla.models.chunked_reads import ChangeModule, ChunkedTensor, read_deferred
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.loading import LOADING
 from corolla.models.merged_experts import merged, renamed_by
@@ -75,14 +75,15 @@ def build(
     dtype: torch.dtype,
     attention: str,
     device: torch.device = CPU,
-    when_read: Callable[[nn.Module], None] = lambda module: None,
+    changing: Callable[[nn.Module], ChangeModule | None] = lambda model: None,
     empty: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Builds a model on the meta device and fills it with `tensors`.
 
     Args:
         device: where the model shall lie. On another device than a CPU, large tensors are read straight to it.
-        when_read: see `read_deferred`; not called where the device is a CPU.
+        changing: returns what changes each module of the model once it is filled; None: nothing does. On another device
+            than a CPU, a module is changed before the next one is read.
         empty: such a model without weights; None: one is built.
 
     Raises:
@@ -109,8 +110,12 @@ def build(
         )
     refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
     model.eval().requires_grad_(False)
+    change = changing(model)
     if device != CPU:
-        read_deferred(model, chunked.values(), device, when_read)
+        read_deferred(model, chunked.values(), device, change)
+    elif change is not None:
+        for module in list(model.modules()):
+            change(module)
     return model
 
 
@@ -172,11 +177,11 @@ def build_cut(
     device: torch.device,
     quantization: str,
     attention: str = "sdpa",
-    when_read: Callable[[nn.Module], None] = lambda module: None,
+    changing: Callable[[nn.Module], ChangeModule | None] = lambda model: None,
 ) -> PreTrainedModel:
     """Builds a cut model and fills it with the tensors `names`, some of which may stay packed.
 
-    See `build` for `when_read` and for what is raised.
+    See `build` for `changing` and for what is raised.
     """
 
     def cut(model: PreTrainedModel) -> None:
@@ -193,7 +198,7 @@ def build_cut(
         expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
         model = build(
             checkpoint, cut_class(model_class, cut), config, expanded,
-            dtype=dtype, attention=attention, device=device, when_read=when_read, empty=None if layouts else empty,
+            dtype=dtype, attention=attention, device=device, changing=changing, empty=None if layouts else empty,
         )  # fmt: skip
         fill(model, checkpoint, layouts, names, tensors, device)
     return cast(PreTrainedModel, cast(Any, model).to(device))

@@ -303,17 +303,6 @@ def _packed_head(checkpoint: Checkpoint, quantization: str) -> dict[str, str]:
     return {_HEAD: stored} if checkpoint.gguf.tensors.layout(stored) is not None else {}
 
 
-def fetch_edges(checkpoint: Checkpoint, *, has_embedding: bool, has_head: bool) -> None:
-    """Fetches those files that `load_edges` would read and that are not here yet.
-
-    Raises:
-        CheckpointError: a file cannot be fetched.
-        HubUnavailable: the hub cannot be reached.
-    """
-    has_embedding = has_embedding or (has_head and checkpoint.has_tied_edges)
-    checkpoint.fetch(edge_tensors(checkpoint, has_embedding=has_embedding, has_head=has_head).values())
-
-
 def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head: bool = True) -> dict[str, str]:
     """Maps the names of the edges' tensors in the model that `load_edges` builds to their names in the files.
 

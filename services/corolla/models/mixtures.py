@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from corolla.kernels.expert_routing import Routing
 from corolla.kernels.kernel_trial import relative_error, try_kernel
 from corolla.models.invariant import TOLERANCES, try_product
-from corolla.models.packed.experts import PackedExperts, PackedExpertWeights, are_usual
+from corolla.models.packed.modules import PackedExperts, PackedExpertWeights, are_usual
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts

@@ -17,8 +17,7 @@ from corolla.kernels.layouts import Layout, Number, Scale, group_layout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
-from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear, refuse_device
+from corolla.models.packed.modules import PackedExpertWeights, PackedLinear, refuse_device
 
 INT4_GROUP_SIZE: Final = 32
 # A model is quantised only if at least this share of its weights is in linear layers that can be quantised.

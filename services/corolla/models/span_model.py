@@ -31,8 +31,7 @@ from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import DenseLinear, choose_products, replace_linears
 from corolla.models.packed.choice import layouts_of, types_of
-from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear, make_up_packed, replace_packed
+from corolla.models.packed.modules import PackedExpertWeights, PackedLinear, make_up_packed, replace_packed
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.product_rule import AUTO
 from corolla.models.quantization import pack_empty, quantize, quantizer
@@ -321,7 +320,7 @@ def load_span(
             f"0:{checkpoint.num_blocks}."
         )
     config = copy.deepcopy(checkpoint.config)
-    layer_by_layer = _LayerByLayer(quantization, checkpoint.family, device)
+    kept = checkpoint.family.read_weights
     base = build_cut(
         checkpoint,
         model_class_of(AutoModel, config),
@@ -332,34 +331,9 @@ def load_span(
         device=device,
         quantization=quantization,
         attention=attention,
-        when_read=layer_by_layer.quantize,
+        changing=lambda model: quantizer(model, quantization, kept, device),
     )
-    if layer_by_layer.has_begun:
-        return SpanModel(base, span, checkpoint.family)
-    return _finished(base, span, checkpoint.family, quantization)
-
-
-class _LayerByLayer:
-    """Quantises a model while it is read, so that the device never holds more than one layer that is not quantised.
-
-    Attributes:
-        has_begun: whether a layer was read.
-    """
-
-    def __init__(self, quantization: str, family: Family, device: torch.device) -> None:
-        self.has_begun = False
-        self._quantization = quantization
-        self._family = family
-        self._device = device
-        self._quantize_layer: Callable[[nn.Module], None] | None = None
-
-    def quantize(self, module: nn.Module) -> None:
-        """Quantises a module that has been read. The first one that is given is the whole model."""
-        if not self.has_begun:
-            self.has_begun = True
-            self._quantize_layer = quantizer(module, self._quantization, self._family.read_weights, self._device)
-        if self._quantize_layer is not None:
-            self._quantize_layer(module)
+    return SpanModel(base, span, checkpoint.family)
 
 
 def make_span(
@@ -383,17 +357,9 @@ def make_span(
     refuse_absurd(checkpoint, empty, names)
     base = make_up(cut, config, dtype=dtype, attention="sdpa", device=device, empty=empty)
     make_up_packed(base)
-    return _finished(cast(Any, base).to(device), span, checkpoint.family, quantization)
-
-
-def fetch_span(checkpoint: Checkpoint, span: Span) -> None:
-    """Fetches those files that `load_span` would read and that are not on this machine yet.
-
-    Raises:
-        CheckpointError: a file cannot be fetched.
-        HubUnavailable: the hub cannot be reached.
-    """
-    checkpoint.fetch(span_tensors(checkpoint, span).values())
+    base = cast(PreTrainedModel, cast(Any, base).to(device))
+    quantize(base, quantization, checkpoint.family.read_weights)
+    return SpanModel(base, span, checkpoint.family)
 
 
 def weight_types(checkpoint: Checkpoint, quantization: str) -> tuple[list[str], list[str]]:
@@ -435,11 +401,6 @@ def _cut_class_of(
         replace_packed(base, layouts, dtype, device)
 
     return config, cut_class(model_class_of(AutoModel, config), cut)
-
-
-def _finished(base: PreTrainedModel, span: Span, family: Family, quantization: str) -> SpanModel:
-    quantize(base, quantization, family.read_weights)
-    return SpanModel(base, span, family)
 
 
 def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from corolla.chassis.errors import CorollaError, NonFiniteOutput
-from corolla.decoding.batched_sampling import launch_choice, sample_together
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, launch_choice, sample_together
 from tests.sampled import sample
 
 VOCABULARY_SIZE = 97

@@ -2,9 +2,8 @@
 
 import torch
 
-from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.parameters import SamplingParams
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, sample_together
 from tests.gpu_double import a_gpu
 
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from corolla.chassis.errors import InvalidRequest, NonFiniteOutput
 from corolla.client.text import formats
-from corolla.decoding.batched_sampling import sample_together
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.prompt_lookup import PromptLookup
-from corolla.decoding.sampling import Sampler
+from corolla.decoding.sampling import Sampler, sample_together
 from corolla.decoding.speculator import GrammarDrafter
 from corolla.models.tokenizer_text import tokenizer_text
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer

@@ -24,6 +24,14 @@ def penalties() -> list[TokenPenalties]:
     ]
 
 
+def scores_of(one: TokenPenalties, logits: torch.Tensor) -> torch.Tensor:
+    return StackedPenalties.of([one], CPU).apply(logits.unsqueeze(0))[0]
+
+
+def add(one: TokenPenalties, token_id: int) -> None:
+    StackedPenalties.of([one], CPU).add(torch.tensor([token_id]), torch.tensor([True]))
+
+
 def logits_of(num_rows: int, seed: int) -> torch.Tensor:
     return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -36,7 +44,7 @@ def test_rows_have_their_own_penalties_whatever_company_they_had() -> None:
         # A batch often has the rows of the one before.
         for repeat in range(2):
             logits = logits_of(len(rows), step + repeat)
-            expected = torch.stack([alone[row].apply(own) for row, own in zip(rows, logits, strict=True)])
+            expected = torch.stack([scores_of(alone[row], own) for row, own in zip(rows, logits, strict=True)])
             stack = StackedPenalties.of([together[row] for row in rows], CPU)
             assert torch.equal(stack.apply(logits), expected)
             tokens = torch.arange(step, step + len(rows)) % WIDTH
@@ -44,14 +52,14 @@ def test_rows_have_their_own_penalties_whatever_company_they_had() -> None:
             stack.add(tokens, are_added)
             for row, token, is_added in zip(rows, tokens.tolist(), are_added.tolist(), strict=True):
                 if is_added:
-                    alone[row].add(token)
+                    add(alone[row], token)
         if step % 5 == 0:
             logits, original = logits_of(1, step)[0], together[rows[0]]
-            expected, copied = original.apply(logits), original.copy()
+            expected, copied = scores_of(original, logits), original.copy()
             for token in range(WIDTH):
-                copied.add(token)
-            assert not torch.equal(copied.apply(logits), expected)
-            assert torch.equal(original.apply(logits), expected)
+                add(copied, token)
+            assert not torch.equal(scores_of(copied, logits), expected)
+            assert torch.equal(scores_of(original, logits), expected)
 
 
 @torch.inference_mode()

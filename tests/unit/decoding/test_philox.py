@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from corolla.decoding.philox import even_numbers, exponential_numbers, exponential_of, philox
+from corolla.decoding.race import even_numbers, exponential_numbers, exponential_of, philox
 from tests import philox as reference
 
 # `kat_vectors` of Random123 (https://github.com/DEShawResearch/random123) has them: counter, key and words.

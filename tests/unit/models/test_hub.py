@@ -23,7 +23,7 @@ from corolla.chassis.errors import CheckpointError, HubUnavailable
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.local import model_fetch
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.edges import edge_tensors, fetch_edges, load_edges
+from corolla.models.edges import edge_tensors, load_edges
 from corolla.models.hub import Hub
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -119,7 +119,7 @@ def test_what_no_server_needs_is_not_fetched(hub: Hub, server: HubServer, has_em
         index["weight_map"].update(dict.fromkeys(names, shard))
     index_file.write_text(json.dumps(index))
     checkpoint = opened(hub)
-    fetch_edges(checkpoint, has_embedding=has_embedding, has_head=has_head)
+    checkpoint.fetch(edge_tensors(checkpoint, has_embedding=has_embedding, has_head=has_head).values())
     load_edges(checkpoint, dtype=torch.float32, has_embedding=has_embedding, has_head=has_head)
     needed = {"model.embed_tokens.weight"} if has_embedding else set()
     needed |= {"model.norm.weight", "lm_head.weight"} if has_head else set()

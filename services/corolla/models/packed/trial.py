@@ -17,8 +17,7 @@ from corolla.kernels.repacking import unpack
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.invariant import try_product
 from corolla.models.mixtures import failed_experts_trial
-from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import PackedExpertWeights, PackedLinear
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.packed_launches import Tile

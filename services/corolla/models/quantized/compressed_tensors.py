@@ -13,12 +13,26 @@ from torch import Tensor
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Scheme
-from corolla.models.quantized.floats import FLOATS, FLOATS_OF_8_BITS, SCALES, e2m1, scale_numbers
+from corolla.models.quantized.floats import (
+    FLOATS,
+    FLOATS_OF_8_BITS,
+    SCALES,
+    e2m1,
+    layout_of_octets,
+    numbers_of_octets,
+    scale_numbers,
+    spread,
+)
 from corolla.models.quantized.format import Format
-from corolla.models.quantized.fp8 import spread
-from corolla.models.quantized.groups import NUMBERS, input_order, layout_of_groups, numbers_of_blocks
-from corolla.models.quantized.integers import num_words, unpacked
-from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
+from corolla.models.quantized.groups import (
+    NUMBERS,
+    input_order,
+    layout_of_groups,
+    num_words,
+    numbers_of_blocks,
+    of_inputs,
+    unpacked,
+)
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, need, shape_of
 
 _ROLES: Final = (
@@ -78,11 +92,11 @@ class CompressedTensors(Format):
         if groups is not None and _is_unset(groups):
             groups = None
         if zeros is not None:
-            numbers -= _of_inputs(_of_outputs(zeros, start, end).float(), scheme, groups)
+            numbers -= of_inputs(_of_outputs(zeros, start, end).float(), scheme.group_size, groups)
         factors = scale_numbers(_of_outputs(scales, start, end))
         if (global_scale := tensors.get("weight_global_scale")) is not None:
             factors = factors / global_scale.float()
-        return numbers.mul_(_of_inputs(factors, scheme, groups))
+        return numbers.mul_(of_inputs(factors, scheme.group_size, groups))
 
     def likely_layout(self, roles: Collection[str], num_inputs: int) -> Layout:
         if "weight" in roles and (octets := next((each for each in self._schemes if each.bits == 8), None)):
@@ -156,7 +170,7 @@ class CompressedTensors(Format):
         scheme = _fitting(tuple(part.shape), shape, self._schemes)
         if scheme.block is not None:
             return spread(part, scheme.block, range(start, end), range(0, shape[1], step))
-        return _of_inputs(_of_outputs(part, start, end), scheme, None)[:, ::step]
+        return of_inputs(_of_outputs(part, start, end), scheme.group_size, None)[:, ::step]
 
     def _zeros(self, tensors: Mapping[str, Tensor], bits: int, num_outputs: int) -> Tensor | None:
         """The zero points of packed integers, in the shape of the scales, relative to the middle of the range."""
@@ -257,13 +271,6 @@ def _of_outputs(values: Tensor, start: int, end: int) -> Tensor:
     if values.numel() == 1:
         return values.reshape(1, 1)
     return values[start:end].reshape(end - start, -1)
-
-
-def _of_inputs(values: Tensor, scheme: Scheme, groups: Tensor | None) -> Tensor:
-    """The values of each input, `[outputs, in]`, from `[outputs, groups]`; `[outputs, 1]` stays as it is."""
-    if values.shape[1] == 1:
-        return values
-    return values.repeat_interleave(scheme.group_size, dim=1) if groups is None else values[:, groups.long()]
 
 
 def _input_order(groups: Tensor, scales: Sequence[int]) -> Tensor | None:

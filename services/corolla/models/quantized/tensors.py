@@ -18,14 +18,12 @@ from torch import Tensor
 from corolla.chassis.errors import CheckpointError
 from corolla.kernels.layouts import Layout
 from corolla.kernels.repacking import Numbers, Panels, repack_numbers
-from corolla.models.quantized.awq import Awq
 from corolla.models.quantized.bitsandbytes import BitsAndBytes
 from corolla.models.quantized.compressed_tensors import CompressedTensors
 from corolla.models.quantized.description import DESCRIPTION_FILES, Quantization
-from corolla.models.quantized.floats import FLOATS, e2m1, scale_numbers
+from corolla.models.quantized.floats import FLOATS, Fp8, e2m1, scale_numbers
 from corolla.models.quantized.format import Format
-from corolla.models.quantized.fp8 import Fp8
-from corolla.models.quantized.gptq import Gptq
+from corolla.models.quantized.groups import Awq, Gptq
 from corolla.models.quantized.stored_tensors import Stored, StoredTensors, Unfit, allow, expect, grouped, shape_of
 
 _OCTETS: Final = 16

@@ -21,10 +21,9 @@ from corolla.kernels.repacking import Numbers, repack_numbers, unpack
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
-from corolla.models.packed.experts import EXPERT_WEIGHTS, PackedExperts, PackedExpertWeights, are_usual
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import EXPERT_WEIGHTS, PackedExperts, PackedExpertWeights, PackedLinear, are_usual
 from corolla.models.quantized.description import quantization_of
-from corolla.models.quantized.octets import layout_of_octets, numbers_of_octets
+from corolla.models.quantized.floats import layout_of_octets, numbers_of_octets
 from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
@@ -176,11 +175,12 @@ def test_a_packed_weight_is_what_its_library_expands(tmp_path: Path, name: str) 
     with packed_weight(tmp_path, KEPT[name]()) as (weight, expected):
         panels, order = weight.panels()
         assert (order is not None) == ("activation order" in name)
-        columns = kernel_of(weight.layout()).expand(torch.arange(96), panels, 384)
+        layout = weight.layout()
+    columns = kernel_of(layout).expand(torch.arange(96), panels, 384)
     assert torch.equal(columns, expected if order is None else expected[:, order])
-    assert torch.equal(unpack(panels, weight.layout(), 96), columns)
+    assert torch.equal(unpack(panels, layout, 96), columns)
     # A number, and at worst 32 bits of a scale and eight of a zero point for 32 of them.
-    assert panels.nbytes <= 96 * 384 * (weight.layout().bits + 40 / 32) / 8
+    assert panels.nbytes <= 96 * 384 * (layout.bits + 40 / 32) / 8
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.layouts import LAYOUTS
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes, load_edges
-from corolla.models.packed.experts import PackedExpertWeights
-from corolla.models.packed.modules import PackedLinear, replace_packed
+from corolla.models.packed.modules import PackedExpertWeights, PackedLinear, replace_packed
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint

@@ -21,7 +21,7 @@ from corolla.models.edges import load_edges
 from corolla.models.loading import LOADING
 from corolla.models.quantized import tensors
 from corolla.models.quantized.description import Quantization, Scheme, quantization_of
-from corolla.models.quantized.integers import num_words, unpacked
+from corolla.models.quantized.groups import num_words, unpacked
 from corolla.models.quantized.tensors import packed_weights
 from corolla.models.span_model import load_span, span_tensors, weight_types
 from corolla.wire.span import Span
