@@ -1,7 +1,6 @@
 """A block server refuses frames that violate the protocol, and keeps serving all other sessions."""
 
 import asyncio
-import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -389,8 +388,6 @@ def a_microbatch(step_id: int, **changes: Any) -> tuple[pb.Step, bytes]:
     [
         (IndexError("list index out of range"), "STEP_FAILED"),
         (torch.OutOfMemoryError("CUDA out of memory"), "OUT_OF_MEMORY"),
-        (MemoryError(), "OUT_OF_MEMORY"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes."), "OUT_OF_MEMORY"),
     ],
 )
 async def test_a_row_that_fails_leaves_the_rest_of_its_batch_intact(
@@ -406,9 +403,12 @@ async def test_a_row_that_fails_leaves_the_rest_of_its_batch_intact(
     async with calling(swarm) as caller:
         caller.send(an_open(session_id=b"1" * 16), an_open(session_id=b"2" * 16))
         assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Opened]
+        port, splits = swarm.servers[0].metrics_port, "corolla_hop_split_iterations_total"
+        num_before = await sample(port, splits)
         with faulty(swarm, before=fail_bad):
             caller.send(a_microbatch(1))
             fault, result = await caller.answer(), await caller.result()
+        assert await sample(port, splits) == num_before + 1
         computed: Any = result.control
         assert (fault.step_id, fault.reason) == (1, reason)
         assert [row.session_id for row in fault.rows] == [b"2" * 16]
@@ -419,22 +419,6 @@ async def test_a_row_that_fails_leaves_the_rest_of_its_batch_intact(
         first, second = torch.frombuffer(bytearray(again.payload), dtype=torch.float32).view(2, HIDDEN_SIZE)
         assert_close(first, torch.frombuffer(bytearray(result.payload), dtype=torch.float32))
         assert_close(first, second)
-
-
-async def test_a_batch_too_large_for_the_memory_is_computed_row_by_row(swarm: Swarm) -> None:
-    def fail_batches(rows: Sequence[RowWork]) -> None:
-        if len(rows) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    async with calling(swarm) as caller:
-        caller.send(an_open(session_id=b"1" * 16), an_open(session_id=b"2" * 16))
-        assert [type(await caller.answer()) for _ in range(2)] == [pb.Opened, pb.Opened]
-        port = swarm.servers[0].metrics_port
-        num_before = await sample(port, "corolla_hop_split_iterations_total")
-        with faulty(swarm, before=fail_batches):
-            caller.send(a_microbatch(1))
-            assert len((await caller.answer()).rows) == 2
-        assert await sample(port, "corolla_hop_split_iterations_total") == num_before + 1
 
 
 async def test_a_page_that_leaks_is_found_by_the_server_and_fails_the_test(tmp_path: Path) -> None:
@@ -467,39 +451,6 @@ async def test_block_server_answers_a_step_for_another_clients_session_on_the_se
 
 def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-async def test_truncating_into_a_shared_page_copies_it_first(swarm: Swarm) -> None:
-    text = pb.ExpectedText(num_tokens=70, page_hashes=b"a" * 16 + b"b" * 16)
-    states = torch.randn(70, HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
-    step_ids = itertools.count(1)
-
-    async with calling(swarm) as caller:
-
-        async def opened(session_id: bytes, **changes: Any) -> int:
-            caller.send(an_open(**{"session_id": session_id, "text": text, "max_tokens": 128, **changes}))
-            return int((await caller.answer()).num_cached_tokens)
-
-        async def computed(session_id: bytes, position: int, tokens: torch.Tensor) -> torch.Tensor:
-            payload = bytes(to_payload(tokens.contiguous()))
-            number = next(step_ids)
-            caller.send(a_step(len(tokens), position=position, session_id=session_id, step_id=number, payload=payload))
-            return torch.frombuffer(bytearray((await caller.result()).payload), dtype=torch.float32)
-
-        one, two, three, control = (bytes([number]) * 16 for number in range(4))
-        assert await opened(one) == 0
-        expected = await computed(one, 0, states)
-        assert await opened(two) == 64
-        assert_close(await computed(two, 64, states[64:]), expected)
-        other = -states[40:]
-        changed = await computed(two, 40, other)
-        assert await opened(control, text=None) == 0
-        await computed(control, 0, states[:40])
-        assert_close(await computed(control, 40, other), changed)
-        assert not torch.allclose(changed, expected, atol=1e-3)
-        assert await opened(three) == 64, "what was written over a copy is not found under the old text"
-        for session_id in (one, three):
-            assert_close(await computed(session_id, 64, states[64:]), expected)
 
 
 async def test_a_session_that_comes_back_for_other_blocks_begins_with_their_cached_pages(swarm: Swarm) -> None:
