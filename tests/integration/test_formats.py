@@ -141,20 +141,11 @@ async def test_tokens_and_log_probabilities_are_those_of_the_unsplit_model(
     ids = torch.tensor([prompt_ids])
     with services_draws(sampling.get("seed", 0)):
         output = unsplit.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=300,
-            do_sample=bool(sampling),
-            top_k=0,
-            temperature=sampling.get("temperature"),
-            sequence_bias=[[[token_id], bias] for token_id, bias in biases.items()],
-            repetition_penalty=1.2,
-            logits_processor=LogitsProcessorList([mask]),
-            eos_token_id=list(unsplit.eos_token_ids),
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=300, do_sample=bool(sampling), top_k=0,
+            temperature=sampling.get("temperature"), repetition_penalty=1.2, pad_token_id=0, output_logits=True,
+            sequence_bias=[[[token_id], bias] for token_id, bias in biases.items()], return_dict_in_generate=True,
+            logits_processor=LogitsProcessorList([mask]), eos_token_id=list(unsplit.eos_token_ids),
+        )  # fmt: skip
     expected = output.sequences[0, ids.shape[1] :].tolist()
     logprobs = torch.cat(output.logits).log_softmax(-1)
     async with swarm.connect() as client:
