@@ -89,17 +89,10 @@ class Unsplit:
             filters["eos_token_id"] = list(self.eos_token_ids)
         with services_draws(options["seed"]) if is_sampled else nullcontext():
             output = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=num_new_tokens,
-                do_sample=is_sampled,
-                repetition_penalty=options.get("repetition_penalty", 1.0),
-                pad_token_id=0,
-                output_scores=True,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **filters,
-            )
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=is_sampled,
+                repetition_penalty=options.get("repetition_penalty", 1.0), pad_token_id=0, output_scores=True,
+                output_logits=True, return_dict_in_generate=True, **filters,
+            )  # fmt: skip
         token_ids: list[int] = output.sequences[0, ids.shape[1] :].tolist()
         return Reference(token_ids, torch.cat(output.scores), torch.cat(output.logits))
 

@@ -225,15 +225,10 @@ async def test_a_server_ends_no_session_that_it_has_not_handed_over(place: Place
             # An answer: the frames before it have been handled.
             refused = await link.request(
                 pb.Handover(
-                    session_id=session_id,
-                    client_id=bytes(16),
-                    transfer_id=bytes(16),
-                    blocks=BLOCKS,
-                    epoch=epoch,
-                    max_tokens=1,
-                    lease_ms=1,
+                    session_id=session_id, client_id=bytes(16), transfer_id=bytes(16), blocks=BLOCKS, epoch=epoch,
+                    max_tokens=1, lease_ms=1,
                 )
-            )
+            )  # fmt: skip
             assert refused.reason == "CAPABILITY_DENIED"
         await asyncio.sleep(0.1)
         assert server.sessions == held

@@ -17,13 +17,9 @@ def main(url: str, key: str, what: str, model: str = "tiny") -> None:
         length = "max_output_tokens" if mode is Mode.RESPONSES_TOOLS else "max_tokens"
         try:
             car = client.create(
-                model=model,
-                temperature=0,
-                messages=[{"role": "user", "content": QUESTION}],
-                response_model=Car,
-                max_retries=0,
-                **{length: 300},
-            )
+                model=model, temperature=0, messages=[{"role": "user", "content": QUESTION}], response_model=Car,
+                max_retries=0, **{length: 300},
+            )  # fmt: skip
         except Exception as failure:
             raise SystemExit(f"{mode}: {failure}") from failure
         assert isinstance(car, Car), mode

@@ -27,13 +27,9 @@ def task(name: str, file: str, **more: Any) -> dict[str, Any]:
 
 
 CHOICES = task(
-    "choices",
-    "choices.json",
-    output_type="multiple_choice",
-    doc_to_text="{{question}}",
-    doc_to_choice="{{choices}}",
+    "choices", "choices.json", output_type="multiple_choice", doc_to_text="{{question}}", doc_to_choice="{{choices}}",
     doc_to_target="{{label}}",
-)
+)  # fmt: skip
 TEXTS = task("texts", "texts.json", output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}")
 
 found = lm_eval.simple_evaluate(

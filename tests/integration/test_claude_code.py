@@ -28,13 +28,9 @@ TOOLS: Final = ("--tools", "Read,Edit,Write,Bash,Agent,Skill")
 WRONG: Final = "def add(a, b):\n    return a - b\n\n\nprint('sum:', add(20, 3))\n"
 
 swarm = tiny_swarm(
-    ["0:2", "2:5"],
-    context_length=CONTEXT_LENGTH,
-    keys=f"coder:{KEY}\n",
-    client={"http_port": 0},
-    server={"kv_cache_mib": 512},
-    api_key=KEY,
-)
+    ["0:2", "2:5"], context_length=CONTEXT_LENGTH, keys=f"coder:{KEY}\n", client={"http_port": 0},
+    server={"kv_cache_mib": 512}, api_key=KEY,
+)  # fmt: skip
 
 
 class Trap:

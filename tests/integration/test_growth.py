@@ -22,14 +22,10 @@ QUOTA = 530
 
 
 swarm = tiny_swarm(
-    ["0:2", "2:5"],
-    context_length=CONTEXT,
-    keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
-    quotas={"bob": {"reserved_tokens": QUOTA}},
-    server={"kv_cache_mib": 4},
-    client={"max_running_requests": 64},
+    ["0:2", "2:5"], context_length=CONTEXT, keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
+    quotas={"bob": {"reserved_tokens": QUOTA}}, server={"kv_cache_mib": 4}, client={"max_running_requests": 64},
     api_key=KEYS["ada"],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,10 @@ left where there is no room for another one."""
 
 
 swarm = tiny_swarm(
-    ["0:2", "2:5"],
-    context_length=16384,
-    keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
-    quotas={"quiet": {"guaranteed_tokens": GUARANTEED_TOKENS, "guaranteed_sequences": 2}},
-    server={"kv_cache_mib": 64},
-    client={"max_running_requests": 64},
-    api_key=KEYS["quiet"],
-)
+    ["0:2", "2:5"], context_length=16384, keys="".join(f"{tenant}:{key}\n" for tenant, key in KEYS.items()),
+    quotas={"quiet": {"guaranteed_tokens": GUARANTEED_TOKENS, "guaranteed_sequences": 2}}, server={"kv_cache_mib": 64},
+    client={"max_running_requests": 64}, api_key=KEYS["quiet"],
+)  # fmt: skip
 
 
 def connect(swarm: Swarm, tenant: str, client: int = 0) -> AsyncClient:

@@ -17,13 +17,9 @@ _PROGRAM: Final = Path(__file__).with_name("program.py")
 def _ask(path: Path, **question: Any) -> Any:
     assert PACKAGES.exists(), "llama-cpp-python is not installed; run: make llama-cpp"
     answered = subprocess.run(
-        [sys.executable, "-W", "ignore", _PROGRAM],
-        input=json.dumps({"path": str(path), **question}),
-        env={**os.environ, "PYTHONPATH": str(PACKAGES)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-W", "ignore", _PROGRAM], input=json.dumps({"path": str(path), **question}),
+        env={**os.environ, "PYTHONPATH": str(PACKAGES)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert answered.returncode == 0, answered.stderr
     return json.loads(answered.stdout)
 

@@ -18,14 +18,9 @@ def main() -> None:
     else:
         # A context that the file names would make llama.cpp leave out nothing; keys and values stay in float32.
         llama = Llama(
-            question["path"],
-            n_ctx=_CONTEXT,
-            type_k=_FLOAT32,
-            type_v=_FLOAT32,
-            flash_attn=False,
-            n_threads=1,
+            question["path"], n_ctx=_CONTEXT, type_k=_FLOAT32, type_v=_FLOAT32, flash_attn=False, n_threads=1,
             verbose=False,
-        )
+        )  # fmt: skip
         tokens = llama.generate(question["prompt_ids"], top_k=1, temp=0.0, repeat_penalty=1.0)
         found = [token for token, _ in zip(tokens, range(question["num_tokens"]), strict=False)]
     json.dump(found, sys.stdout)

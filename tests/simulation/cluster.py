@@ -190,14 +190,9 @@ class Router:
             load_push_interval_s=settings.load_push_interval_s,
         )
         servicer = RouterServicer(
-            settings,
-            registry,
-            sessions,
-            Quotas(store),
-            watches,
-            registrant=lambda _context, _server: "",
+            settings, registry, sessions, Quotas(store), watches, registrant=lambda _context, _server: "",
             on_deregistered=lambda _pod, _request: None,
-        )
+        )  # fmt: skip
         handler = service_handler(_ROUTER, servicer, cluster.rpc_metrics)
         cluster.network.listen(ROUTER, self.process, [handler])
 

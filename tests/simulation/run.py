@@ -110,16 +110,12 @@ class _Run:
         seconds = self._loop.time() - started_s
         await self._cluster.dissolve()
         return Report(
-            seed=scenario.seed,
-            broken=tuple(invariants.broken),
-            digest=self._digest.hexdigest(),
-            seconds=seconds,
+            seed=scenario.seed, broken=tuple(invariants.broken), digest=self._digest.hexdigest(), seconds=seconds,
             num_tokens=sum(len(each.token_ids) for answer in answers for each in answer.completions),
             num_recoveries=sum(answer.usage.recoveries for answer in answers),
-            num_errors=sum(answer.error is not None for answer in answers),
-            num_lies=self._fence.num_lies,
+            num_errors=sum(answer.error is not None for answer in answers), num_lies=self._fence.num_lies,
             transitions=invariants.transitions,
-        )
+        )  # fmt: skip
 
     async def _live(self) -> None:
         scenario = self._scenario

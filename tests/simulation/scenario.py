@@ -239,24 +239,14 @@ def _plain(seed: int) -> Scenario:
     page_tokens = dice.choice((2, 3, 4, 8))
     conversations = tuple(_conversation(dice, model, num_clients) for _ in range(dice.randint(2, 5)))
     return Scenario(
-        seed=seed,
-        model=model,
-        spans=spans,
-        num_clients=num_clients,
-        num_routers=num_routers,
-        num_pages=(160 if is_tight else 2000) // page_tokens,
-        page_tokens=page_tokens,
-        has_prefix_cache=dice.random() < 0.7,
-        boundary_activation_bytes=dice.choice((1 << 20, 1 << 20, 400, 0)),
-        max_step_tokens=dice.choice((16, 24, 64)),
-        max_batch_tokens=dice.choice((8, 32)),
-        prefill_chunk_tokens=dice.choice((3, 5, 8, 16)),
-        merges_replayed_steps=dice.random() < 0.7,
-        max_tokens_ahead=dice.choice((1, 2, 4, 32)),
-        compute_s=tuple(dice.uniform(0.02, 0.08) for _ in spans),
-        conversations=conversations,
-        faults=_faults(dice, spans, num_blocks, num_clients, len(conversations)),
-    )
+        seed=seed, model=model, spans=spans, num_clients=num_clients, num_routers=num_routers,
+        num_pages=(160 if is_tight else 2000) // page_tokens, page_tokens=page_tokens,
+        has_prefix_cache=dice.random() < 0.7, boundary_activation_bytes=dice.choice((1 << 20, 1 << 20, 400, 0)),
+        max_step_tokens=dice.choice((16, 24, 64)), max_batch_tokens=dice.choice((8, 32)),
+        prefill_chunk_tokens=dice.choice((3, 5, 8, 16)), merges_replayed_steps=dice.random() < 0.7,
+        max_tokens_ahead=dice.choice((1, 2, 4, 32)), compute_s=tuple(dice.uniform(0.02, 0.08) for _ in spans),
+        conversations=conversations, faults=_faults(dice, spans, num_blocks, num_clients, len(conversations)),
+    )  # fmt: skip
 
 
 def _with_whole_servers(scenario: Scenario) -> Scenario:
@@ -361,15 +351,11 @@ def _conversation(dice: random.Random, model: ToyModel, num_clients: int) -> Con
     for _ in range(dice.randint(2, 3) if is_chat else 1):
         turns.append(
             Turn(
-                client=dice.randrange(num_clients),
-                at_s=at_s,
-                new_ids=_prompt(dice, model),
-                max_tokens=dice.randint(3, 22),
-                params=SamplingParams() if dice.random() < 0.6 else _sampling(dice),
-                draft_tokens=dice.choice((0, 0, 3)),
-                ignores_eos=dice.random() < 0.8,
+                client=dice.randrange(num_clients), at_s=at_s, new_ids=_prompt(dice, model),
+                max_tokens=dice.randint(3, 22), params=SamplingParams() if dice.random() < 0.6 else _sampling(dice),
+                draft_tokens=dice.choice((0, 0, 3)), ignores_eos=dice.random() < 0.8,
             )
-        )
+        )  # fmt: skip
         at_s += dice.uniform(1.0, 6.0)
     return Conversation(dice.choice(("red", "blue")), is_chat, tuple(turns))
 

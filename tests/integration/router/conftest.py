@@ -157,13 +157,9 @@ class BlockServer:
     async def beat_in_full(self) -> pb.HeartbeatResponse:
         """Sends a heartbeat as a real server does: with all that the router needs to register it again."""
         request = pb.HeartbeatRequest(
-            model=self.description.model,
-            server_id=self.server_id,
-            state=self.state,
-            load=self.load,
-            server=self.description,
-            span=self.span,
-        )
+            model=self.description.model, server_id=self.server_id, state=self.state, load=self.load,
+            server=self.description, span=self.span,
+        )  # fmt: skip
         answer: pb.HeartbeatResponse = await self.router.stub.Heartbeat(request, timeout=30)
         return answer
 

@@ -78,16 +78,10 @@ class Hop(RuleBasedStateMachine):
         )
 
     @rule(
-        session_id=ids,
-        epoch=st.integers(1, 6),
-        tenant=st.sampled_from("tu"),
-        client_id=st.sampled_from(CLIENTS),
-        resume=st.booleans(),
-        max_tokens=st.integers(1, NUM_PAGES * PAGE_TOKENS + 8),
-        blocks=st.sampled_from(BLOCKS),
-        transient=st.booleans(),
-        long_factors=st.booleans(),
-    )
+        session_id=ids, epoch=st.integers(1, 6), tenant=st.sampled_from("tu"), client_id=st.sampled_from(CLIENTS),
+        resume=st.booleans(), max_tokens=st.integers(1, NUM_PAGES * PAGE_TOKENS + 8), blocks=st.sampled_from(BLOCKS),
+        transient=st.booleans(), long_factors=st.booleans(),
+    )  # fmt: skip
     def open(self, session_id: bytes, **fields: Any) -> None:
         request = OpenRequest(session_id=session_id, lease_s=5.0, **fields)
         before, held = self.snapshot(), self.held(session_id)

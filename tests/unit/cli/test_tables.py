@@ -114,14 +114,9 @@ def test_what_bench_measured() -> None:
 
 def test_the_result_of_the_demo() -> None:
     usage = Usage(
-        prompt_tokens=12345,
-        completion_tokens=12345,
-        cached_tokens=12345,
-        recoveries=0,
-        stall_s=0.0,
-        time_to_first_token_s=123.45,
-        total_s=999.0,
-    )
+        prompt_tokens=12345, completion_tokens=12345, cached_tokens=12345, recoveries=0, stall_s=0.0,
+        time_to_first_token_s=123.45, total_s=999.0,
+    )  # fmt: skip
     lines = drawn(summary_table([("chat, turn 2", usage)], 3, 12.3, 100.0))
     assert any(line.split()[:3] == ["chat,", "turn", "2"] and "123.45 s" in line for line in lines)
 

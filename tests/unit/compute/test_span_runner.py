@@ -187,14 +187,9 @@ def test_variants_are_bit_equal_to_generate(make_chain: MakeChain, family: str, 
 def assert_equal_to_generate(chain: Chain, are_equal: Callable[[Tensor, Tensor], bool]) -> None:
     prompt, num_new = tokens(20), 16
     expected = chain.unsplit.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=num_new,
-        do_sample=False,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=num_new,
+        do_sample=False, eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
     caches, log, new = chain.open(), list(prompt), list(prompt)
     for index in range(num_new):
         # The head sees one row, as in `generate`: a product of several rows rounds differently.

@@ -54,14 +54,9 @@ def generated_by_transformers(model: Any, params: SamplingParams, **more: Any) -
     ids = torch.tensor([PROMPT])
     with services_draws(params.seed or 0):
         output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=not params.is_greedy,
-            max_new_tokens=NUM_NEW_TOKENS,
-            repetition_penalty=params.repetition_penalty,
-            **warpers,
-            **more,
-        )
+            ids, attention_mask=torch.ones_like(ids), do_sample=not params.is_greedy, max_new_tokens=NUM_NEW_TOKENS,
+            repetition_penalty=params.repetition_penalty, **warpers, **more,
+        )  # fmt: skip
     return [int(token_id) for token_id in output[0, len(PROMPT) :]]
 
 

@@ -27,18 +27,10 @@ class Speculative(SpeculativeGenerationMixin, LlamaForCausalLM):  # type: ignore
 def make(model_class: Any, seed: int, vocabulary_size: int, *, spread: float = 0.4) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocabulary_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        initializer_range=spread,
-        max_position_embeddings=CONTEXT_LENGTH,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+        vocab_size=vocabulary_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=spread, max_position_embeddings=CONTEXT_LENGTH, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
     return model_class(config).eval()
 
 

@@ -160,16 +160,9 @@ def test_thinking_is_what_a_template_asks_for(body: Any, is_on: bool, arguments:
 def test_other_options_in_the_protocol() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     request = parsed(
-        model="m",
-        max_tokens=5,
-        stop_sequences=["x", "y"],
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        metadata={"user_id": "u"},
-        output_config={"format": form},
-        stream=True,
-    ).as_protocol()
+        model="m", max_tokens=5, stop_sequences=["x", "y"], temperature=0.5, top_k=3, top_p=0.9,
+        metadata={"user_id": "u"}, output_config={"format": form}, stream=True,
+    ).as_protocol()  # fmt: skip
     assert (request.model, request.stopping.max_tokens, list(request.stopping.stop)) == ("m", 5, ["x", "y"])
     assert facts(request.sampling) == {"temperature": 0.5, "top_k": 3, "top_p": 0.9}
     assert request.response_format.json_schema == '{"type":"object"}'

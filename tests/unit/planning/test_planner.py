@@ -58,16 +58,12 @@ def clusters(draw: st.DrawFn) -> tuple[list[Candidate], int]:
         start = draw(st.integers(0, num_blocks - 1))
         servers.append(
             Candidate(
-                f"s{index}",
-                f"s{index}:1",
-                draw(st.sampled_from("ffg")),
-                Span(start, draw(st.integers(start + 1, num_blocks))),
-                draw(st.sampled_from([0.125, 1.0, 3.0])),
-                draw(st.sampled_from([0.0, 0.0, 2.0])),
-                draw(st.sampled_from("aab")),
+                f"s{index}", f"s{index}:1", draw(st.sampled_from("ffg")),
+                Span(start, draw(st.integers(start + 1, num_blocks))), draw(st.sampled_from([0.125, 1.0, 3.0])),
+                draw(st.sampled_from([0.0, 0.0, 2.0])), draw(st.sampled_from("aab")),
                 draw(st.sampled_from([True, True, True, False])),
             )
-        )
+        )  # fmt: skip
     return servers, num_blocks
 
 

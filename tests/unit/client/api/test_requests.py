@@ -160,13 +160,9 @@ def test_a_request_has_what_its_message_says(make: Callable[..., Any], operation
 
 def test_all_fields_that_are_wrong_are_named_at_once() -> None:
     message = text(
-        stopping={"max_tokens": 0, "time_limit_ms": 0, "stop": [""]},
-        speculation={"max_draft_tokens": 65},
-        cache_salt="s" * 257,
-        sampling={"top_p": 2.0},
-        logprobs=99,
-        response_format={"regex": ""},
-    )
+        stopping={"max_tokens": 0, "time_limit_ms": 0, "stop": [""]}, speculation={"max_draft_tokens": 65},
+        cache_salt="s" * 257, sampling={"top_p": 2.0}, logprobs=99, response_format={"regex": ""},
+    )  # fmt: skip
     with pytest.raises(InvalidRequest) as refusal:
         parsed(message)
     assert [field for field, _ in refusal.value.violations] == [

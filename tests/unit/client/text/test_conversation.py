@@ -73,13 +73,9 @@ def test_conversations_with_tools_equal_transformers(
     setting = ChatSetting(tools, template_arguments={"enable_thinking": False, "date_string": "1 May 2031"})
     messages = CONVERSATION[:length]
     expected = transformers_text(
-        byte_level_tokenizer,
-        source,
-        messages,
-        tools=[tool_values(tool) for tool in tools] or None,
-        add_generation_prompt=True,
-        **setting.template_arguments,
-    )
+        byte_level_tokenizer, source, messages, tools=[tool_values(tool) for tool in tools] or None,
+        add_generation_prompt=True, **setting.template_arguments,
+    )  # fmt: skip
     chat = template_of(byte_level_tokenizer, source)
     assert chat.render(messages, setting, add_generation_prompt=True) == expected
     assert chat.prompt_ids(messages, setting) == byte_level_tokenizer.encode(expected, add_special_tokens=False)
