@@ -86,7 +86,6 @@ class FetchedKeys(IssuerKeys):
         self._fetch = fetch
         self._refresh_s = refresh_s
         self._pause_s = refresh_s / _PAUSES_IN_A_REFRESH
-        self._are_there = asyncio.Event()
         self._are_wanted = asyncio.Event()
         # This event is set at the end of the running or the next fetch.
         self._end_of_fetch = asyncio.Event()
@@ -106,7 +105,8 @@ class FetchedKeys(IssuerKeys):
         return await super().find(key_id)
 
     async def ready(self) -> None:
-        await self._are_there.wait()
+        while not self._keys:
+            await self._end_of_fetch.wait()
 
     async def run(self) -> None:
         while True:
@@ -123,17 +123,16 @@ class FetchedKeys(IssuerKeys):
 
     async def _fetch_once(self) -> None:
         try:
-            self._keys = await self._fetch()
+            keys = await self._fetch()
         except (ValueError, OSError, TimeoutError, httpx2.HTTPError, httpx2.InvalidURL) as failure:
             if not self.is_away:
                 cause = str(failure) if type(failure) is ValueError else type(failure).__name__
                 log.error("cannot fetch the issuer's keys; continuing with the known ones", extra={"cause": cause})
             self.is_away = True
             return
-        if self.is_away or not self._are_there.is_set():
+        if self.is_away or not self._keys:
             log.info("fetched the issuer's keys")
-        self.is_away = False
-        self._are_there.set()
+        self._keys, self.is_away = keys, False
 
 
 def issuer_keys(issuer: str, jwks: str, ca_file: Path | None, refresh_s: float) -> IssuerKeys:

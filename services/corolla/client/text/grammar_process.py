@@ -1,7 +1,6 @@
 """Makes and tries the grammars of requests in a process of its own, before an answer is computed."""
 
 import asyncio
-import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +39,7 @@ _Result = AdmittedForm | tuple[tuple[str, str], ...]
 
 
 class GrammarProcess:
-    """Makes grammars, and caches the latest ones. Safe to use from several threads."""
+    """Makes grammars in one thread, and caches the latest ones, which the event loop reads, too."""
 
     def __init__(
         self, tokenizer: TextTokenizer, vocab_size: int, end_token_ids: Collection[int], metrics: GrammarMetrics
@@ -51,7 +50,6 @@ class GrammarProcess:
         self._metrics = metrics
         self._worker: WorkerProcess | None = None
         self._results: OrderedDict[str, _Result] = OrderedDict()
-        self._lock = threading.Lock()
         # The process checks one grammar at a time, so one thread that waits for it is enough.
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._fair_lock = FairLock(_MOST_WAITING, "too many requests with new answer formats arrive at once")
@@ -63,7 +61,7 @@ class GrammarProcess:
 
     async def admit(self, tenant: str, form: AnswerFormat, received_ids: Sequence[int]) -> AdmittedForm:
         """Waits for the tenant's turn, then does what `check` does."""
-        if not received_ids and self._known(form) is not None:
+        if not received_ids and form.text in self._results:
             return self.check(form)
         try:
             async with asyncio.timeout(_LONGEST_WAIT_S), self._fair_lock.hold(tenant):
@@ -82,7 +80,7 @@ class GrammarProcess:
             QueueFull: other callers' forms take too long.
             InternalError: the process ends again and again.
         """
-        result = self._known(form)
+        result = self._results.get(form.text)
         is_tried = result is None or bool(received_ids)
         try:
             if is_tried:
@@ -98,10 +96,6 @@ class GrammarProcess:
         self._metrics.refused.inc()
         first, *more = result or ()
         raise InvalidRequest(*first, *more)
-
-    def _known(self, form: AnswerFormat) -> _Result | None:
-        with self._lock:
-            return self._results.get(form.text)
 
     def _try(self, form: AnswerFormat, received_ids: Sequence[int]) -> _Result:
         worker = self._its_worker(form.field)
@@ -120,27 +114,25 @@ class GrammarProcess:
                 result = tuple((name, problem) for name, problem in violations)
             else:
                 result, fits = AdmittedForm(answer["grammar"], tuple(answer["ignored"])), answer["fits"]
-        with self._lock:
-            self._results[form.text] = result
-            if len(self._results) > _MOST_REMEMBERED:
-                self._results.popitem(last=False)
+        self._results[form.text] = result
+        if len(self._results) > _MOST_REMEMBERED:
+            self._results.popitem(last=False)
         if not fits:
             raise InvalidRequest("received.ids", "must be the beginning of an answer in this response format")
         return result
 
     def _its_worker(self, field: str) -> WorkerProcess:
-        with self._lock:
-            if self._worker is None:
-                if not self._end_token_ids:
-                    raise InvalidRequest(field, "this model has no end-of-sequence token that could end such an answer")
-                text = tokenizer_text(self._tokenizer.hf_tokenizer)
-                if text is None:
-                    raise InvalidRequest(field, "is not possible with this model's tokenizer")
-                beginning = [text, self._vocab_size, self._end_token_ids]
-                self._worker = WorkerProcess(
-                    "corolla.client.text.grammar_worker", beginning, "tries grammars", longest_wait_s=_LONGEST_WAIT_S
-                )
-            return self._worker
+        if self._worker is None:
+            if not self._end_token_ids:
+                raise InvalidRequest(field, "this model has no end-of-sequence token that could end such an answer")
+            text = tokenizer_text(self._tokenizer.hf_tokenizer)
+            if text is None:
+                raise InvalidRequest(field, "is not possible with this model's tokenizer")
+            beginning = [text, self._vocab_size, self._end_token_ids]
+            self._worker = WorkerProcess(
+                "corolla.client.text.grammar_worker", beginning, "tries grammars", longest_wait_s=_LONGEST_WAIT_S
+            )
+        return self._worker
 
     def close(self) -> None:
         """Ends the process, if there is one, and waits for its end."""
