@@ -12,7 +12,7 @@ from corolla.cli.advice import sentence_of
 from corolla.cli.generate import print_ignored, usage_text
 from corolla.cli.interruption import interruption
 from corolla.sdk.client import Chat, Client
-from corolla.sdk.conversation import Turn
+from corolla.sdk.messages import Turn
 from corolla.sdk.results import Message, ToolCall
 
 _HELP = "/reset starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer."

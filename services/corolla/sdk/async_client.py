@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Final, Self, TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
@@ -15,10 +15,9 @@ from corolla.chassis.errors import CorollaError, SessionBusy
 from corolla.chassis.ignored_places import ignored_places
 from corolla.sdk import requests, responses
 from corolla.sdk.answer import Answer
-from corolla.sdk.conversation import SETTLE_INTERVAL_S, SETTLE_S, Conversation, Turn
-from corolla.sdk.messages import AnyMessage
+from corolla.sdk.messages import AnyMessage, Turn
 from corolla.sdk.requests import ChatOptions, GenerateOptions, Prompt, ReadOptions
-from corolla.sdk.results import Chunk, Embedding, Generation, Model, Reply, Score, SessionInfo, Tokens, Usage
+from corolla.sdk.results import Chunk, Embedding, Generation, Message, Model, Reply, Score, SessionInfo, Tokens, Usage
 from corolla.sdk.tools import AnyTool
 from corolla.sdk.transport import (
     CHANNEL_OPTIONS,
@@ -33,6 +32,10 @@ from corolla.v1 import generation_pb2 as pb
 from corolla.v1.generation_pb2_grpc import GenerationServiceStub
 
 Answered = TypeVar("Answered", bound=ProtoMessage)
+
+_SETTLE_S: Final = 10.0
+"""How long a chat waits for the service to end a turn that was left early, in seconds."""
+_SETTLE_INTERVAL_S: Final = 0.05
 
 
 class AsyncStream(Answer):
@@ -347,13 +350,16 @@ class AsyncChat:
         self._session = AsyncSession(
             client, session_id=session_id, model=options.get("model", ""), adapter=options.get("adapter", "")
         )
-        self._conversation = Conversation(system, resumed=session_id is not None)
+        self._system = system
+        self._num_turns = 0 if session_id is None else 1
+        self._turn: Answer | None = None
         self._running: AsyncStream | None = None
+        self._usage: Usage | None = None
 
     @property
     def usage(self) -> Usage | None:
         """The usage of the last completed turn; None before it."""
-        return self._conversation.usage
+        return (self._turn.usage if self._turn else None) or self._usage
 
     async def open(self) -> str:
         """The session's id. The first use creates the session."""
@@ -361,23 +367,21 @@ class AsyncChat:
 
     async def send(self, turn: Turn, **options: Unpack[ChatOptions]) -> Reply:
         """Sends one turn (a user's text, or messages) and returns the whole answer."""
-        await self._settle()
-        messages = self._conversation.messages(turn)
+        messages = await self._messages(turn)
         merged: ChatOptions = {**self._options, **options}
         session_id = await self._session.open()
         # Even if no answer arrives, the service may have stored the turn.
-        self._conversation.begin()
+        self._turn = Answer()
         reply = await self._client.complete_chat(messages, session=session_id, **merged)
-        self._conversation.end(reply.usage)
+        self._end(reply.usage)
         return reply
 
     async def stream(self, turn: Turn, **options: Unpack[ChatOptions]) -> AsyncStream:
         """Sends one turn and streams the answer. Closing the stream early ends the turn there."""
-        await self._settle()
-        messages = self._conversation.messages(turn)
+        messages = await self._messages(turn)
         merged: ChatOptions = {**self._options, **options}
         self._running = self._client.stream_chat(messages, session=await self._session.open(), **merged)
-        self._conversation.begin(self._running)
+        self._turn = self._running
         return self._running
 
     async def info(self) -> SessionInfo:
@@ -395,16 +399,32 @@ class AsyncChat:
             self._running.close()
         await self._session.__aexit__(kind, failure, trace)
 
+    async def _messages(self, turn: Turn) -> list[AnyMessage]:
+        """What the next turn sends: the system message goes with the first turn that the session keeps."""
+        if self._turn is None or self._turn.usage is not None:
+            self._end(self._turn.usage if self._turn else None)
+        else:
+            await self._settle()
+        system = [Message("system", self._system)] if self._system and not self._num_turns else []
+        return [*system, *([Message("user", turn)] if isinstance(turn, str) else turn)]
+
+    def _end(self, usage: Usage | None) -> None:
+        """Counts the last turn if it was completed."""
+        if usage is not None:
+            self._usage = usage
+            self._num_turns += 1
+        self._turn = None
+
     async def _settle(self) -> None:
-        """Waits until the service has ended a turn that was left early, and asks how many turns the session has."""
-        if self._conversation.is_settled:
-            self._conversation.end()
-            return
+        """Waits until the service has ended a turn that was left early, and asks how many turns the session has.
+
+        After such a turn, only the service knows what the session holds.
+        """
         if self._running is not None:
             self._running.close()
-        give_up = time.monotonic() + SETTLE_S
+        give_up = time.monotonic() + _SETTLE_S
         while (info := await self._session.info()).busy:
             if time.monotonic() > give_up:
                 raise SessionBusy("the turn before was cancelled but has not ended yet")
-            await asyncio.sleep(SETTLE_INTERVAL_S)
-        self._conversation.settle(info)
+            await asyncio.sleep(_SETTLE_INTERVAL_S)
+        self._num_turns, self._turn = info.num_turns, None

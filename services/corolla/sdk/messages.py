@@ -13,6 +13,9 @@ AnyMessage = Message | Mapping[str, Any]
 """A message, or a mapping as in the OpenAI API: `role`, `content` (a text, or parts of it), `name`, `tool_calls`,
 `tool_call_id`, `reasoning`."""
 
+Turn = str | Sequence[AnyMessage]
+"""A user's text, or messages, for example the results of tools that the model has called."""
+
 _KEYS: Final = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"})
 
 
