@@ -7,8 +7,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich import box
@@ -66,13 +66,13 @@ class _Bench:
                 raise InvalidRequest("prompt", f"{needed} tokens exceed the context of {found.context_length}")
             began_s = time.perf_counter()
             sending = asyncio.create_task(self._send(asked, model, found.vocab_size, began_s))
-            async with _interrupted(sending.cancel) as is_interrupted:
-                while not sending.done():
-                    await asyncio.wait({sending}, timeout=0.2)
-                    self._show(time.perf_counter() - began_s, self._load)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, sending.cancel)
+            while not sending.done():
+                await asyncio.wait({sending}, timeout=0.2)
+                self._show(time.perf_counter() - began_s, self._load)
             if not sending.cancelled():
                 sending.result()
-            return time.perf_counter() - began_s, is_interrupted()
+            return time.perf_counter() - began_s, sending.cancelled()
 
     async def _send(self, client: AsyncClient, model: str, vocab_size: int, began_s: float) -> None:
         async with asyncio.TaskGroup() as group:
@@ -100,24 +100,6 @@ class _Bench:
                 return
         if stamps_s:
             self._load.answers.append(AnswerTimes(meant_s, stamps_s))
-
-
-@asynccontextmanager
-async def _interrupted(stop: Callable[[], object]) -> AsyncIterator[Callable[[], bool]]:
-    """Calls `stop` on Ctrl-C. Yields a function that says whether Ctrl-C came."""
-    came = False
-
-    def on_signal() -> None:
-        nonlocal came
-        came = True
-        stop()
-
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, on_signal)
-    try:
-        yield lambda: came
-    finally:
-        loop.remove_signal_handler(signal.SIGINT)
 
 
 @contextmanager

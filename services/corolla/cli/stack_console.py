@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from corolla.cli.placement_table import placement_table
+from corolla.cli.placement_table import placement_facts, placement_table
 from corolla.local.stack import Stack, StackEvent
 from corolla.v1 import router_pb2
 
@@ -75,8 +75,6 @@ class StackConsole:
         )
         if self._as_json:
             if shape != self._last_placement:
-                from corolla.cli.placement_table import placement_facts
-
                 self.tell("placement", **placement_facts(placement, 0))
         elif self._live is not None:
             self._live.update(placement_table(placement))
