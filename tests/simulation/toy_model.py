@@ -127,7 +127,9 @@ class ToyRunner(SpanRunner):
         self.num_bad_batches = 0
         self._toy = model
 
-    def _forward_blocks(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+    def _computed(self, rows: Sequence[RowWork], hidden: Tensor | Embed, blocks: Span) -> Tensor:
+        if not isinstance(hidden, Tensor):
+            hidden = hidden(torch.tensor([row.position for row in rows]))
         states = hidden[:, 0].numpy().astype(np.int64)
         start = 0
         for row in rows:
