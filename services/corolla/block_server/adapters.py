@@ -69,16 +69,13 @@ class Adapters:
     """The adapters of one span. All methods run on the event loop; threads read the files, one adapter at a time.
 
     Args:
-        model: the blocks of this server.
         num_blocks: the number of blocks of the whole model.
         stacks: the tensors that hold weights of several adapters.
         max_bytes: the most bytes that all loaded adapters may take together; 0 loads none.
         folder: the folder below which adapters must lie that do not come from the hub; None allows any folder.
-        hub: the options for requests to the hub.
         ask_router: asks a router for the placement, which then comes to `on_placement`. May raise CorollaError.
         in_use: returns the adapters of sessions that may take steps.
         between_iterations: runs a change of the stacks while the compute thread does not read them.
-        tasks: the background tasks of this server.
         patience_s: how long a session waits for its adapter. It is shorter than the time that clients, and servers
             that leave, wait for an answer; they would otherwise treat a server that is still loading as lost.
     """

@@ -78,9 +78,6 @@ class LaunchedIteration:
     """An iteration that a device may not have computed yet.
 
     Attributes:
-        admitted: its steps.
-        blocks: the blocks that it runs.
-        batch: what was launched.
         kept: the indices of its rows in the batch.
         copies: the copies of its outputs to the host.
         early: the logits of its rows, if the head was launched, too.
@@ -110,7 +107,6 @@ class BatchExecutor:
     Args:
         runner: computes the blocks.
         edges: embedding and head, as far as this server has them; None if it has neither.
-        clock: returns seconds.
         num_sampling_threads: how many threads find what grammars allow while a step is computed.
         launches_head_early: whether to launch the head before it is known which rows are finite; None: only if its
             device is not a CPU.

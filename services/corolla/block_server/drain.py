@@ -45,7 +45,6 @@ class Drain:
 
     Args:
         connect: opens streams to the servers that take sessions over.
-        numerics: the numerics of this server.
     """
 
     server: router_pb2.ServerDescription

@@ -55,7 +55,6 @@ class FrameChecks:
     """Checks what frames ask of this server. All methods raise MalformedMessage, which names the wrong field.
 
     Args:
-        identity: facts about this server.
         shared: objects that all samplers of this server use.
         capabilities: verifies who opens sessions of the model; None without mutual TLS.
     """

@@ -31,8 +31,6 @@ class Neighbours:
 
     Args:
         placement: asks a router for all servers. May raise CorollaError.
-        tasks: the background tasks of this server.
-        clock: returns seconds.
     """
 
     placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]

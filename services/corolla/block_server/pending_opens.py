@@ -40,7 +40,6 @@ class PendingOpens:
     """The opens that are being prepared, by session. If a session is opened again or closed, its preparation ends.
 
     Args:
-        tasks: the background tasks of this server.
         grammars: reads grammars; None: this server does not support them.
     """
 

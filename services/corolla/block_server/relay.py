@@ -41,7 +41,6 @@ class Relay:
     Args:
         first_hop: takes a Next if this server is the first hop of its ring.
         connect: begins streams to other hops.
-        clock: returns seconds.
         neighbours: knows the addresses that may be connected to; None allows every address.
     """
 

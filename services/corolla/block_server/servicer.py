@@ -59,7 +59,6 @@ class BlockServicer:
     """Takes streams (`accept`) and serves `BlockService`. Every frame is checked before it costs memory or time.
 
     Args:
-        tasks: the background tasks of this server.
         shared: objects that all samplers of this server use.
         count_error: is called with the reason of each error that ended a stream.
         capabilities: verifies who opens sessions of the model; None without mutual TLS.

@@ -50,7 +50,6 @@ class SpanLoader:
     """Reads the checkpoint that the settings name. What it makes belongs to the caller.
 
     Args:
-        hub: the options for requests to the hub.
         max_step_tokens: the most tokens of one step.
     """
 

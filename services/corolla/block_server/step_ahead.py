@@ -78,11 +78,6 @@ def next_rows(admitted: Sequence[AdmittedStep]) -> Sequence[NextRow]:
 class StepAhead:
     """A launched step.
 
-    Args:
-        rows: its rows, in order.
-        launched: its batch.
-        logits: the logits of its rows.
-
     Attributes:
         began_s: when the device began to compute it, by the clock of its user.
     """

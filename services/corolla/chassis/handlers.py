@@ -58,7 +58,6 @@ def service_handler(
         service: The service of the generated module, such as `router_pb2.DESCRIPTOR.services_by_name["RouterService"]`.
         servicer: An object whose methods take `(request, call)`. Unary methods are coroutines, streaming ones
             asynchronous generators.
-        metrics: The service's RPC metrics.
         max_request_bytes: The greatest size of a request; larger ones are refused with MESSAGE_TOO_LARGE.
         most_reply_bytes: Returns, by a call's metadata, how large a reply of a unary method its caller receives; None:
             any size.

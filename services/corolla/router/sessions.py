@@ -41,9 +41,6 @@ class SessionRecords:
 
     Methods raise StoreUnavailable when Redis does not answer, and SessionNotFound for a session that is unknown,
     expired or of another tenant. A repeated call gets the same answer, since the first answer may be lost.
-
-    Args:
-        bounds: How much may be stored at a time.
     """
 
     def __init__(self, store: Store, bounds: SessionBounds = SessionBounds()) -> None:

@@ -157,7 +157,6 @@ class StreamTrust:
     the stream ends within seconds.
 
     Attributes:
-        credentials: the credentials of this end.
         roles: the roles that are admitted; with any other role, the stream ends with ROLE_DENIED after the greetings.
     """
 

@@ -41,9 +41,7 @@ class HandoverReceiver:
     """Reserves pages for sessions that other servers offer, and writes their parts.
 
     Args:
-        span: the blocks of this server.
         max_part_tokens: the most tokens that one part may have.
-        tasks: the background tasks of the server.
     """
 
     span: Span
@@ -81,14 +79,13 @@ class HandoverReceiver:
                 # Steps wait for this only.
                 answer.num_tokens = await self.engine.copy(lambda: self._write(control, checked))
             self.metrics.handover_bytes.labels("in").inc(len(payload))
-        except PositionGap as error:
-            answer.reason, answer.message, answer.num_tokens = error.reason, error.message, error.held
         except CorollaError as error:
             answer.reason, answer.message = error.reason, error.message
             session = self.sessions.get(control.session_id)
-            answer.num_tokens = (
-                session.cache.num_tokens if session is not None and session.state is SessionState.ARRIVING else 0
-            )
+            if isinstance(error, PositionGap):
+                answer.num_tokens = error.held
+            elif session is not None and session.state is SessionState.ARRIVING:
+                answer.num_tokens = session.cache.num_tokens
         except Exception as failure:
             # The sender waits for an answer in any case.
             log.error("could not write a part of a handover", extra={"where": call_path(failure)})

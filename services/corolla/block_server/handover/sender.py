@@ -108,7 +108,6 @@ class HandoverSender:
     """Copies sessions of this server to other servers in parts. One part of a session travels, and one is copied.
 
     Args:
-        span: the blocks of this server.
         max_part_tokens: the most tokens that a receiver takes in one part.
         max_part_bytes: the most bytes of keys and values of one part with several tokens.
     """

@@ -84,7 +84,6 @@ class FirstHop:
     Args:
         submit: queues a step.
         faults: tells the clients of rows why they fail.
-        clock: returns seconds.
         max_microbatches: how many microbatches of a route may be under way; 0 allows one for each device.
         num_devices: returns how many devices the servers at some addresses compute with.
     """

@@ -163,7 +163,6 @@ class PodRecorder:
 
         Args:
             local_models: The models that have a server in one of the pods.
-            clock: The time in seconds.
         """
         # This call comes first, since it may fail: the reporters below count as written what they return.
         leads = await self.registry.lead(
