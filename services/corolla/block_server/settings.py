@@ -95,7 +95,7 @@ class BlockServerSettings(ServiceSettings):
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="On CUDA with fused blocks and Triton attention, replay decode steps as CUDA graphs if a check at "
+        description="On CUDA with blocks by Triton kernels, replay decode steps as CUDA graphs if a check at "
         "start finds them correct; `off`: launch single kernels.",
     )
     threads: int = Field(
