@@ -19,7 +19,7 @@ from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore
-from corolla.compute.attention.base import AttentionBackend
+from corolla.compute.attention.base import AttentionBackend, LayerInput
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
 from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.compute.layer_trial import LayerTrial
@@ -260,17 +260,8 @@ class TritonBlocks(Blocks):
                 projected, table, numbers, batch.slots(index, hidden.device), keys, values,
                 in_pairs=layer.rotary is not None and layer.rotary.in_pairs, norms=plan.head_norms, codec=codec,
             )  # fmt: skip
-            attended = attend_stored(
-                batch,
-                index,
-                query,
-                keys,
-                values,
-                scaling=layer.scaling,
-                window=layer.window,
-                softcap=layer.softcap,
-                sinks=layer.sinks,
-            ).view(len(projected), -1)
+            given = LayerInput(index, query, keys, values, layer.scaling, layer.window, layer.softcap, layer.sinks)
+            attended = attend_stored(batch, given).view(len(projected), -1)
             output = layer.output.forward(attended)
             if adapters is not None:
                 adapters.add(index, layer.places[1], attended, output)

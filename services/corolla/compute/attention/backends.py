@@ -196,15 +196,6 @@ class ShapeProbe(AttentionBackend):
         """Returns zeros; see `AttentionBatch.attend`."""
         num_tokens, num_heads, key_size = given.query.shape
         num_key_heads, value_size = given.value.shape[1:]
-        shape = AttentionShape(
-            num_heads,
-            num_key_heads,
-            key_size,
-            value_size,
-            given.scaling,
-            given.window,
-            given.softcap,
-            given.sinks is not None,
-        )
-        self.shapes[shape] = None
+        sizes = (num_heads, num_key_heads, key_size, value_size)
+        self.shapes[AttentionShape(*sizes, given.scaling, given.window, given.softcap, given.sinks is not None)] = None
         return given.query.new_zeros(num_tokens, num_heads, value_size)

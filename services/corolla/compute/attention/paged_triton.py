@@ -1,6 +1,7 @@
 """Attention over pages of any size by Triton kernels, with the same bits for a token whatever else is in the batch."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Final
 
@@ -83,10 +84,7 @@ class PagedTriton(AttentionBackend):
         if given.key.shape[-1] != given.value.shape[-1]:
             return self._other.attend(batch, given)
         keys, values = batch.write(given.layer, given.key, given.value)
-        return attend_stored(
-            batch, given.layer, given.query.contiguous(), keys, values,
-            scaling=given.scaling, window=given.window, softcap=given.softcap, sinks=given.sinks,
-        )  # fmt: skip
+        return attend_stored(batch, replace(given, query=given.query.contiguous(), key=keys, value=values))
 
 
 def _num_leading(rows: Sequence[PackedRow], most_tokens: int) -> int:
@@ -94,41 +92,24 @@ def _num_leading(rows: Sequence[PackedRow], most_tokens: int) -> int:
     return next((index for index, row in enumerate(rows) if row.num_tokens > most_tokens), len(rows))
 
 
-def attend_stored(
-    batch: AttentionBatch,
-    layer: int,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_stored(batch: AttentionBatch, given: LayerInput) -> Tensor:
     """Attends to keys and values that are stored already.
 
     Args:
         batch: the rows.
-        layer: the layer's index within the span.
-        query: contiguous `[N, heads, head_dim]` of the new tokens of all rows, in the model's dtype.
-        keys: all sessions' keys of the layer, `[slots, key heads, head_dim]`, as the batch's store has them.
-        values: all sessions' values of the layer, `[slots, key heads, head_dim]`, likewise.
-        scaling: the factor of the scores.
-        window: how many tokens a token sees, itself included; None: it sees all tokens before it.
-        softcap: the bound of the scores; None: they are not bounded.
-        sinks: `[heads]` in the model's dtype or float32, see `LayerInput`; None: there are none.
+        given: a contiguous query; `key` and `value` are those of all sessions, `[slots, key heads, head_dim]` each, as
+            the batch's store has them.
 
     Returns:
-        `[N, heads, head_dim]` in the same dtype, on the device of all of them.
+        `[N, heads, head_dim]` in the query's dtype, on its device.
     """
     from corolla.kernels.triton.launches import attend
 
-    codec, out = batch.store.codec, torch.empty_like(query)
-    for tables in batch.prepared[batch.store.group_of(layer)]:
+    codec, out = batch.store.codec, torch.empty_like(given.query)
+    for tables in batch.prepared[batch.store.group_of(given.layer)]:
         attend(
-            query, keys, values, tables, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
-            codec=None if codec is None else codec.name, out=out,
+            given.query, given.key, given.value, tables, scaling=given.scaling, window=given.window,
+            softcap=given.softcap, sinks=given.sinks, codec=None if codec is None else codec.name, out=out,
         )  # fmt: skip
     return out
 
