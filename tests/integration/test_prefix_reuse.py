@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from corolla.chassis.errors import InvalidRequest, OutOfPages
+from corolla.planning import replicas
 from corolla.sdk.async_client import AsyncClient
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
@@ -207,3 +208,27 @@ async def test_a_cancelled_answer_leaves_only_valid_cached_pages(stack: Stack, c
     answer = await client.generate(log, max_tokens=80, ignore_eos=True)
     assert answer.token_ids == tuple(truth[120:])
     assert answer.usage.cached_tokens >= (90 + 59) // PAGE_TOKENS * PAGE_TOKENS
+
+
+async def test_a_conversation_that_is_sent_again_meets_its_pages_among_replicas(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers without sessions take turns, each with the whole of its conversation."""
+    # Pages outweigh the times of steps, which a busy machine makes.
+    monkeypatch.setattr(replicas, "ANSWER_TOKENS", 1e-6)
+    spans = ["0:2", "2:5"] * 3
+    async with Swarm(tmp_path, model, spans, server={"page_tokens": PAGE_TOKENS}) as swarm, swarm.connect() as client:
+        talks = [some_tokens(4 * PAGE_TOKENS, seed) for seed in range(6)]
+        num_cached = num_held = 0
+        for turn in range(4):
+            held = list(map(len, talks))
+            answers = await asyncio.gather(*(client.generate(talk, **GREEDY) for talk in talks))
+            for number, answer in enumerate(answers):
+                if turn:
+                    num_cached += answer.usage.cached_tokens
+                    num_held += (held[number] - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
+                talks[number] = [*talks[number], *answer.token_ids, *some_tokens(PAGE_TOKENS - NUM_NEW, turn)]
+        assert num_cached >= 0.9 * num_held
+        computed = [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in swarm.servers]
+        assert all(computed), "new conversations spread over all replicas"
+        await swarm.until_empty()

@@ -147,6 +147,17 @@ class OpenOptions:
     keeps_outputs: bool = True
     trace: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def named_texts(self) -> Sequence[Sequence[int]]:
+        """The texts whose pages sessions share; trained prompts change the keys and values of a text."""
+        return () if self.prompts is not None or self.texts is None else self.texts
+
+    @property
+    def beginning_salt(self) -> bytes:
+        """The salt of `chain/beginnings`, which stands for all that pages depend on besides the text."""
+        adapter = "" if self.adapter is None else self.adapter.digest
+        return self.cache_salt + f"\0{adapter}\0{self.long_factors}\0{self.blocks}".encode()
+
     def resumes(self, hop: common_pb2.Hop) -> bool:
         """The hop belongs to the recorded chain, so that it may hold tokens of the session."""
         return self.recorded_chain is not None and hop in self.recorded_chain.hops
@@ -341,12 +352,7 @@ class Reservations:
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
     ) -> ChainBinding:
         last = len(chain.hops) - 1
-        # Trained prompts change the keys and values of a text, so other sessions cannot share them.
-        texts: Sequence[Mapping[str, TextDigests]] = (
-            ()
-            if open_options.prompts is not None or open_options.texts is None
-            else [hop_texts(chain, text, open_options.cache_salt, self.limits) for text in open_options.texts]
-        )
+        texts = [hop_texts(chain, text, open_options.cache_salt, self.limits) for text in open_options.named_texts]
         opens = [
             self._open_on(
                 hop,
@@ -372,6 +378,8 @@ class Reservations:
         if failures:
             raise NotOpened(failures)
         opened = [[answer for answer in on_hop if not isinstance(answer, BaseException)] for on_hop in answers]
+        # The hops find pages of the prompt from now on, at the latest when they have computed it.
+        self.remember(chain, open_options, *open_options.named_texts)
         return ChainBinding(
             tuple(identities),
             chain,
@@ -379,6 +387,13 @@ class Reservations:
             max_step_tokens=min(max_tokens for on_hop in opened for _, max_tokens in on_hop),
             open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
         )
+
+    def remember(self, chain: common_pb2.Chain, open_options: OpenOptions, *texts: Sequence[int]) -> None:
+        """Notes that the chain's hops hold texts of sessions, so that texts with the same beginnings are led there."""
+        if not chain.mixes_numerics:
+            server_ids = [hop.server_id for hop in chain.hops]
+            for text in texts:
+                self.routes.beginnings.remember(text, open_options.beginning_salt, server_ids)
 
     def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
         """Frees sessions on some hops. A hop that has opened a session in a later epoch keeps it."""
@@ -390,6 +405,8 @@ class Reservations:
     ) -> common_pb2.Chain:
         """A chain whose servers may open the sessions. Waits for one while a lost server may still come back."""
         first_failure: CorollaError | None = None
+        texts = open_options.named_texts
+        held = self.routes.beginnings.held(texts[0], open_options.beginning_salt) if texts else {}
 
         async def plan(now_s: float, *, as_last_resort: bool) -> common_pb2.Chain:
             excluded_ids = attempts.excluded(now_s, as_last_resort=as_last_resort)
@@ -409,6 +426,7 @@ class Reservations:
                 are_some_full=bool(attempts.too_full),
                 # Later plans use the pushed placement: otherwise all waiting requests would poll the router.
                 asks_router=first_failure is None,
+                held=held,
             )
             recorded = open_options.recorded_chain
             return chain if recorded is None else self.routes.continued(recorded, chain)

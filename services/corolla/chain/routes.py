@@ -1,4 +1,4 @@
-"""Chooses the hops of a session: a whole chain from the router, or replacements for hops that were lost."""
+"""Chooses the hops of a session: a whole chain, or replacements for hops that were lost."""
 
 import asyncio
 import contextlib
@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import Final
 
+from corolla.chain.beginnings import Beginnings
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.quarantine import Quarantine, QuarantineCause
@@ -63,6 +65,7 @@ class Routes:
         self._fingerprint_parts = fingerprint_parts or {}
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
+        self.beginnings = Beginnings()
         self._grouped: tuple[tuple[int, bool], Replicas] | None = None
         self._tasks = TaskGroup()
 
@@ -118,6 +121,7 @@ class Routes:
         excluded_ids: Collection[str] = (),
         are_some_full: bool = False,
         asks_router: bool = True,
+        held: Mapping[str, int] = MappingProxyType({}),
     ) -> common_pb2.Chain:
         """Plans a chain: that of a recorded session if its servers still live, otherwise the cheapest.
 
@@ -130,6 +134,7 @@ class Routes:
             excluded_ids: servers that have no room for the request, or failed it just now.
             are_some_full: whether some of the excluded servers have no room.
             asks_router: whether to ask the router; otherwise only the placement that was pushed last counts.
+            held: how many of the text's first tokens servers may hold, by id.
 
         Raises:
             NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
@@ -137,7 +142,7 @@ class Routes:
         excluded_ids = frozenset(excluded_ids) | self._leaving
         excluded = excluded_ids | self._quarantined()
         # Only a router knows the chain of a recorded session.
-        chain = None if record_id and asks_router else self._plan_by_snapshot(num_tokens, excluded)
+        chain = None if record_id and asks_router else self._plan_by_snapshot(num_tokens, excluded, held)
         if chain is None:
             try:
                 if not asks_router:
@@ -179,10 +184,12 @@ class Routes:
             planned = await plan(num_tokens=0)
         return planned.chain
 
-    def _plan_by_snapshot(self, num_tokens: int, excluded: Collection[str]) -> common_pb2.Chain | None:
+    def _plan_by_snapshot(
+        self, num_tokens: int, excluded: Collection[str], held: Mapping[str, int] = MappingProxyType({})
+    ) -> common_pb2.Chain | None:
         replicas = self._replicas()
         for wanted_tokens in (num_tokens, 0):
-            session = self._session(wanted_tokens, excluded)
+            session = self._session(wanted_tokens, excluded, held)
             with contextlib.suppress(NoChain, OutOfPages):
                 planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
                 return chain_of(with_partners(planned, replicas, session).hops, self._fingerprint)
@@ -322,9 +329,12 @@ class Routes:
         planned = plan_replacements([each for each in usable if suspects or not each.is_suspected], gap)
         return chain_of(with_partners(planned, replicas, session, keeps_numerics=True).hops, self._fingerprint).hops
 
-    def _session(self, num_tokens: int, excluded: Collection[str]) -> PlannedSession:
+    def _session(
+        self, num_tokens: int, excluded: Collection[str], held: Mapping[str, int] = MappingProxyType({})
+    ) -> PlannedSession:
         now_s = asyncio.get_running_loop().time()
-        return PlannedSession(num_tokens, excluded, partial(self._bookings.booked, now_s=now_s))
+        booked = partial(self._bookings.booked, now_s=now_s)
+        return PlannedSession(num_tokens, excluded, booked, held, max(held.values(), default=0))
 
     def _replicas(self) -> Replicas:
         """The ready servers, grouped anew after each push."""

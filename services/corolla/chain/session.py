@@ -347,7 +347,9 @@ class ChainSession(OpenSequences):
         """Sends every hop the page hashes of the tokens that it holds."""
         identity = self.identity
         token_ids = self._history.token_ids[:num_tokens]
-        texts = hop_texts(self.chain_to_record, token_ids, self._binding.open_options.cache_salt, self._limits)
+        open_options = self._binding.open_options
+        self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids)
+        texts = hop_texts(self.chain_to_record, token_ids, open_options.cache_salt, self._limits)
         for hop in self._holders():
             text = texts.get(hop.server_id)
             if text is None:

@@ -23,6 +23,9 @@ SLOW_TIMES: Final = 8.0
 """A chain is slow when a token takes more than this many times as long as its servers' figures predict, plus
 `_SLOW_HOP_SECONDS` for each hop."""
 
+_PROMPT_TIMES: Final = 8.0
+"""How many times faster than single tokens those of a prompt are assumed to be, on a server that measured nothing."""
+
 _SLOW_HOP_SECONDS: Final = 0.05
 """The time that a hop may take in addition, since no server's figures include links, batches and busy machines."""
 
@@ -127,5 +130,6 @@ def _candidate(placed: pb.PlacedServer, bound: float) -> Candidate:
         is_suspected=placed.suspected,
         numerics=Numerics.parse(load.numerics),
         session_seconds=seconds_per_block * SESSION_LOAD,
+        prompt_seconds=1 / (server.prefill_tokens_per_second or _PROMPT_TIMES / seconds_per_block),
         room_tokens=load.max_session_tokens if load.HasField("max_session_tokens") else math.inf,
     )

@@ -38,6 +38,7 @@ class Candidate:
 
     Attributes:
         session_seconds: By how much one more session raises `seconds_per_block`.
+        prompt_seconds: The time for one token of a prompt in one block.
         room_tokens: The most tokens of a session for which the server has free pages.
         has_pages: Whether that is enough for the session for which a chain is planned.
     """
@@ -53,6 +54,7 @@ class Candidate:
     is_suspected: bool = False
     numerics: Numerics = UNKNOWN
     session_seconds: float = 0.0
+    prompt_seconds: float = 0.0
     room_tokens: float = math.inf
 
 

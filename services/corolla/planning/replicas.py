@@ -6,13 +6,18 @@ servers and need different room. But the servers of a kind are sorted once for e
 all later ones are beaten. So a plan takes about as long with a thousand servers as with ten.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
+
+ANSWER_TOKENS: Final = 64
+"""The time for a prompt is spread over so many tokens of its answer, whose length is not known: a server that holds the
+prompt may be slower by this much for each token."""
 
 _NOTHING = Booked()
 
@@ -25,11 +30,15 @@ class PlannedSession:
         num_tokens: The number of tokens for which a server needs free pages; 0: it needs none.
         excluded: The ids of servers that must not be in the chain.
         booked: Gives the load that a server will have in addition to what it reported, by id.
+        held: How many of the text's first tokens a server is known to hold, by id.
+        most_held: How many the server has that holds most of them.
     """
 
     num_tokens: int = 0
     excluded: Collection[str] = ()
     booked: Callable[[str], Booked] = lambda server_id: _NOTHING
+    held: Mapping[str, int] = field(default_factory=dict)
+    most_held: int = 0
 
     def counted(self, server: Candidate) -> Candidate | None:
         """Returns the server with its booked load; None if it is excluded."""
@@ -37,13 +46,28 @@ class PlannedSession:
             return None
         booked = self.booked(server.server_id)
         has_pages = self.num_tokens == 0 or self.num_tokens + booked.num_tokens <= server.room_tokens
-        if has_pages == server.has_pages and not booked.num_sessions:
+        seconds = self.seconds_per_block(server, booked)
+        if has_pages == server.has_pages and seconds == server.seconds_per_block:
             return server
-        return replace(server, seconds_per_block=_seconds_per_block(server, booked), has_pages=has_pages)
+        return replace(server, seconds_per_block=seconds, has_pages=has_pages)
+
+    def seconds_per_block(self, server: Candidate, booked: Booked) -> float:
+        """Returns the server's time for a token in a block, with booked sessions and with the prompt's tokens that it
+        must compute and the best server holds."""
+        num_missing = self.most_held - self.held.get(server.server_id, 0)
+        prompt_seconds = num_missing * server.prompt_seconds / ANSWER_TOKENS
+        return server.seconds_per_block + booked.num_sessions * server.session_seconds + prompt_seconds
 
 
 _Kind = tuple[str, Span, str, Numerics, bool]
 _Role = tuple[str, Span, str]
+
+
+class _Alike(NamedTuple):
+    """The servers of one kind, by their seconds per block, which a session can only raise."""
+
+    servers: Sequence[Candidate]
+    least_prompt_seconds: float
 
 
 class Replicas:
@@ -55,14 +79,19 @@ class Replicas:
     """
 
     def __init__(self, servers: Iterable[Candidate]) -> None:
-        self._alike: dict[_Kind, list[Candidate]] = {}
+        by_kind: dict[_Kind, list[Candidate]] = {}
         self._in_role: dict[_Role, list[Candidate]] = {}
+        self._by_id: dict[str, Candidate] = {}
         for each in servers:
-            kind = each.fingerprint, each.span, each.zone, each.numerics, each.is_suspected
-            self._alike.setdefault(kind, []).append(each)
+            self._by_id[each.server_id] = each
+            by_kind.setdefault(_kind(each), []).append(each)
             self._in_role.setdefault(_role(each), []).append(each)
-        for alike in self._alike.values():
-            alike.sort(key=lambda each: each.seconds_per_block)
+        self._alike = {
+            kind: _Alike(
+                sorted(alike, key=lambda each: each.seconds_per_block), min(each.prompt_seconds for each in alike)
+            )
+            for kind, alike in by_kind.items()
+        }
         self._ranks: dict[str, int] = {}
         for replicas in self._in_role.values():
             replicas.sort(key=lambda each: each.server_id)
@@ -75,7 +104,15 @@ class Replicas:
             num_of_each: How many servers of one kind the chain may need: two, if others hold only blocks in the middle
                 of their span.
         """
-        return [server for alike in self._alike.values() for server in _front(alike, session, num_of_each)]
+        holders: dict[_Kind, list[Candidate]] = {}
+        for server_id in session.held:
+            if (holder := self._by_id.get(server_id)) is not None:
+                holders.setdefault(_kind(holder), []).append(holder)
+        return [
+            server
+            for kind, alike in self._alike.items()
+            for server in _front(alike, holders.get(kind, ()), session, num_of_each)
+        ]
 
     def partners(self, before: Candidate, server: Candidate) -> Sequence[Candidate]:
         """Returns the servers of a hop's role that are partners of the hop before it, without booked loads.
@@ -88,43 +125,65 @@ class Replicas:
         return alike[rank * len(alike) // count : -(-(rank + 1) * len(alike) // count)]
 
 
-def _front(alike: Sequence[Candidate], session: PlannedSession, num_of_each: int) -> list[Candidate]:
-    """Returns the servers of one kind than which fewer than `num_of_each` others are better or as good.
+class _Front:
+    """The servers of one kind than which fewer than `num_of_each` others are better or as good for a session."""
 
-    Args:
-        alike: The servers by their seconds per block, which bookings can only raise.
-    """
-    front: list[Candidate] = []
-    full: Candidate | None = None
+    def __init__(self, session: PlannedSession, num_of_each: int) -> None:
+        self._session = session
+        self._num_of_each = num_of_each
+        self._found: list[Candidate] = []
+        self._full: Candidate | None = None
 
-    def is_beaten(seconds_per_block: float, queue_seconds: float) -> bool:
+    def is_beaten(self, seconds_per_block: float, queue_seconds: float = 0.0) -> bool:
+        """No server with these times would be in the front."""
         better = [
             each
-            for each in front
+            for each in self._found
             if each.seconds_per_block <= seconds_per_block and each.queue_seconds <= queue_seconds
         ]
-        return len(better) >= num_of_each
+        return len(better) >= self._num_of_each
 
-    for server in alike:
-        # The queue of no later server is shorter than none.
-        if is_beaten(server.seconds_per_block, 0.0):
-            break
-        if server.server_id in session.excluded:
-            continue
-        booked = session.booked(server.server_id)
-        if is_beaten(_seconds_per_block(server, booked), server.queue_seconds):
-            continue
-        counted = session.counted(server)
+    def consider(self, server: Candidate) -> None:
+        if server.server_id in self._session.excluded:
+            return
+        seconds = self._session.seconds_per_block(server, self._session.booked(server.server_id))
+        if self.is_beaten(seconds, server.queue_seconds):
+            return
+        counted = self._session.counted(server)
         if counted is not None and counted.has_pages:
-            front.append(counted)
-        elif full is None:
-            full = counted
-    # A full server shows that its blocks have servers, only none with room.
-    return front or ([full] if full is not None else [])
+            self._found.append(counted)
+        elif self._full is None:
+            self._full = counted
+
+    def servers(self) -> list[Candidate]:
+        # A full server shows that its blocks have servers, only none with room.
+        return self._found or ([self._full] if self._full is not None else [])
 
 
-def _seconds_per_block(server: Candidate, booked: Booked) -> float:
-    return server.seconds_per_block + booked.num_sessions * server.session_seconds
+def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession, num_of_each: int) -> list[Candidate]:
+    """Returns the front of one kind.
+
+    Args:
+        holders: The servers of this kind that hold some of the session's text.
+    """
+    front = _Front(session, num_of_each)
+    for server in holders:
+        front.consider(server)
+    ids = {each.server_id for each in holders}
+    # The others have to compute all that the best one holds.
+    least_more = session.most_held * alike.least_prompt_seconds / ANSWER_TOKENS
+    for server in alike.servers:
+        # No later server is faster, and the queue of none is shorter than none.
+        if front.is_beaten(server.seconds_per_block + least_more):
+            break
+        if server.server_id not in ids:
+            front.consider(server)
+    return front.servers()
+
+
+def _kind(server: Candidate) -> _Kind:
+    """Returns what servers have in common of which a chain needs the cheapest ones only."""
+    return server.fingerprint, server.span, server.zone, server.numerics, server.is_suspected
 
 
 def _role(server: Candidate) -> _Role:

@@ -29,14 +29,17 @@ def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
         server(
             f"s{number}", source.choice(spans), source.choice([0.25, 0.5, 2.0]),
             queue_seconds=source.choice([0.0, 0.0, 1.0, 4.0]), zone=source.choice("aab"),
-            is_suspected=source.random() < 0.2, session_seconds=0.125, room_tokens=source.choice([10, 1000]),
+            is_suspected=source.random() < 0.2, session_seconds=0.125, prompt_seconds=source.choice([0.125, 0.5]),
+            room_tokens=source.choice([10, 1000]),
             numerics=source.choice([UNKNOWN, OTHER]),
         )
         for number in range(draw(st.integers(0, 20)))
     ]  # fmt: skip
     booked = {each.server_id: Booked(source.randrange(3), source.randrange(300)) for each in servers}
     excluded = {f"s{source.randrange(20)}" for _ in range(source.randrange(4))}
-    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__)
+    held = {f"s{source.randrange(25)}": source.choice([64, 128]) for _ in range(source.randrange(4))}
+    most_held = max(held.values(), default=0)
+    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held, most_held)
 
 
 def cost_of(servers: list[Candidate]) -> float | str:
@@ -85,6 +88,21 @@ def test_few_of_many_equal_servers_are_looked_at() -> None:
 
     servers = [server(f"{span}-{number}", span) for span in ("0:3", "3:6") for number in range(500)]
     assert len(Replicas(servers).usable(PlannedSession(40, booked=booked))) == 4
+    assert len(asked) < 10
+
+
+def test_a_server_that_holds_the_text_is_found_among_many() -> None:
+    asked = Counter[str]()
+
+    def booked(server_id: str) -> Booked:
+        asked[server_id] += 1
+        # A session or two more do not outweigh the prompt.
+        return Booked(2) if server_id == "s400" else Booked()
+
+    servers = [server(f"s{number}", "0:6", session_seconds=0.05, prompt_seconds=0.125) for number in range(500)]
+    session = PlannedSession(40, booked=booked, held={"s400": 128}, most_held=128)
+    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
+    assert hop.server.server_id == "s400"
     assert len(asked) < 10
 
 
