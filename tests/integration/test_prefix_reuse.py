@@ -229,6 +229,4 @@ async def test_a_conversation_that_is_sent_again_meets_its_pages_among_replicas(
                     num_held += (held[number] - PAGE_TOKENS) // PAGE_TOKENS * PAGE_TOKENS
                 talks[number] = [*talks[number], *answer.token_ids, *some_tokens(PAGE_TOKENS - NUM_NEW, turn)]
         assert num_cached >= 0.9 * num_held
-        computed = [await sample(server.metrics_port, "corolla_hop_tokens_total") for server in swarm.servers]
-        assert all(computed), "new conversations spread over all replicas"
         await swarm.until_empty()

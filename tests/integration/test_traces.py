@@ -89,7 +89,7 @@ async def test_a_request_over_two_hops_is_one_tree(tmp_path: Path, model: Path, 
         assert request.attributes.items() >= {f"gen_ai.{key}": value for key, value in asked.items()}.items()
         assert [each.name for each in request.span.events] == ["first token"]
 
-        assert len(under(collector, request, "RouterService/PlanChain")) == 1
+        assert not under(collector, request, "RouterService/PlanChain"), "the client service plans by itself"
         (opened,) = under(collector, request, "open")
         hops = [f"{each.address} {each.settings.blocks}" for each in swarm.servers]
         assert opened.attributes["corolla.hops"] == hops

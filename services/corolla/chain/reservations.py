@@ -154,7 +154,7 @@ class OpenOptions:
 
     @property
     def beginning_salt(self) -> bytes:
-        """The salt of `chain/beginnings`, which stands for all that pages depend on besides the text."""
+        """The salt of `chain/beginnings`, for what pages depend on apart from the text."""
         adapter = "" if self.adapter is None else self.adapter.digest
         return self.cache_salt + f"\0{adapter}\0{self.long_factors}\0{self.blocks}".encode()
 
