@@ -1,4 +1,4 @@
-"""What every way to compute blocks has in common: rows of sessions, the step that they become, and one method.
+"""What every way to compute blocks has in common: rows of sessions, and the step that they become.
 
 A `BlockRunner` prepares, launches and finishes steps, whatever way computes them.
 """

@@ -54,7 +54,7 @@ class Racers(NamedTuple):
     Attributes:
         keys: int64 `[R]`, the bits of the seeds.
         positions: int64 `[R]`: where in its answer each token is.
-        shares: int64 `[R]`: what top-p excludes, in units of probability; below 0 nothing.
+        shares: int64 `[R]`: what top-p excludes, in units of probability; a negative number: nothing.
         least: float32 `[R]`: less probable tokens do not race.
     """
 
