@@ -80,8 +80,8 @@ def _of_layout(
 
     device = str(rows.device)
     panels = _drawn_panels(layout, num_outputs, rows.shape[1]).to(device)
-    views = [PanelViews.of(panels, layout)]
-    views += [PanelViews.of(panels.clone(), layout) for _ in range(_copies(panels, device) - 1)]
+    views = [PanelViews.from_panels(panels, layout)]
+    views += [PanelViews.from_panels(panels.clone(), layout) for _ in range(_copies(panels, device) - 1)]
     yield figure(f"{shape}, {layout.name}, the memory allows", "us", [panels.nbytes / bandwidth * 1e6])
     expanded = multiply(rows, expand_packed(layout, torch.arange(num_outputs, device=device), panels, rows.dtype))
 

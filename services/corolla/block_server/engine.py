@@ -214,12 +214,12 @@ class Engine:
 
     @property
     def has_more_to_do(self) -> bool:
-        """Whether a step, a copy or a command waits; a running command no longer counts."""
+        """A step, a copy or a command waits; a running command no longer counts."""
         return bool(self._commands or self._copies or len(self.scheduler))
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step, copy or command runs or waits."""
+        """No step, copy or command runs or waits."""
         return self._is_waiting and not self.has_more_to_do
 
     @property
@@ -452,7 +452,7 @@ def moved(average: float, value: float) -> float:
 
 
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:
-    """Whether each row of the steps is exactly one next token."""
+    """Each row of the steps is exactly one next token."""
     return all(step.is_decode and step.num_tokens == len(step.session_ids) for step in steps)
 
 
@@ -462,6 +462,6 @@ def _num_seen(admitted: Sequence[AdmittedStep]) -> list[int]:
 
 
 def _samples_on_cpu(admitted: AdmittedStep) -> bool:
-    """Whether choosing the tokens needs more than finding the most probable one."""
+    """Choosing the tokens needs more than finding the most probable one."""
     samplers = (session.request.sampler for _, session, _ in admitted.rows if admitted.samples)
     return any(sampler is not None and not sampler.takes_likeliest for sampler in samplers)

@@ -25,7 +25,7 @@ _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
-    """Whether a sampler takes too long to be made on the event loop, even without its grammar."""
+    """Making this sampler would hold the event loop too long, even without its grammar."""
     return len(message.token_ids) > _LONG_TEXT_TOKENS
 
 

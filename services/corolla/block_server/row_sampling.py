@@ -111,7 +111,7 @@ class SessionSampler:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the speculator still has to read some of the text before it can draft."""
+        """The speculator still has to read some of the text before it can draft."""
         return self.speculator is not None and self.speculator.is_behind
 
     def read_chunk(self) -> None:

@@ -124,7 +124,7 @@ async def _checked(
 async def _router(
     settings: BlockServerSettings, network: Network, sentence_of: Callable[[CorollaError], str]
 ) -> Checked:
-    """Whether a router answers this server. It answers without servers of the model, too."""
+    """Asks a router, which answers without servers of the model, too."""
     began_s = time.monotonic()
     described = router_pb2.ServerDescription(model=settings.model)
     registration = TrialRegistration(settings.router, described, router_pb2.ServerLoad, network.channels)

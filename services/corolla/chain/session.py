@@ -111,7 +111,7 @@ class ChainSession(OpenSequences):
 
     @property
     def mixes_numerics(self) -> bool:
-        """Whether its next tokens may differ from those of an undisturbed session, by servers of other numerics."""
+        """Its next tokens may differ from those of an undisturbed session, by servers of other numerics."""
         return self._limits.follows_numerics and self.chain.mixes_numerics
 
     @property
@@ -121,12 +121,12 @@ class ChainSession(OpenSequences):
 
     @property
     def has_unread_tokens(self) -> bool:
-        """Whether `decode` would return without waiting for a hop."""
+        """`decode` would return without waiting for a hop."""
         return self._tokens is not None and self._tokens.has_unread_tokens
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether the hop that chooses the tokens drafts with a small model."""
+        """The hop that chooses the tokens drafts with a small model."""
         return self._plane.has_draft_model(self.chain.hops[-1].address)
 
     @property
@@ -136,7 +136,7 @@ class ChainSession(OpenSequences):
 
     @property
     def is_full(self) -> bool:
-        """Whether the hops have chosen as many tokens as they have room for, although the session may grow."""
+        """The hops have chosen as many tokens as they have room for, although the session may grow."""
         options = self._binding.open_options
         is_at_end = self._tokens is None and self._sampler.num_text_tokens >= options.max_tokens
         return is_at_end and options.max_tokens < options.most_tokens
@@ -260,7 +260,7 @@ class ChainSession(OpenSequences):
 
     @property
     def _outgrows_short_factors(self) -> bool:
-        """Whether the next step makes the text too long for the short factors with which the hops compute it."""
+        """The next step makes the text too long for the short factors with which the hops compute it."""
         most = self._limits.short_factor_length
         return most is not None and self.position >= most and not self._binding.open_options.long_factors
 

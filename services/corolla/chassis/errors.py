@@ -25,15 +25,15 @@ class CorollaError(Exception):
     Args:
         message: One sentence for the caller.
         metadata: Facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
-        retry_after_s: The seconds after which the same call may succeed. None: the default of the class. A retry
-            cannot help if the class has none either.
+        retry_after_s: The seconds after which the same call may succeed. None: the default of the class; if that is
+            None, too, a retry does not help.
     """
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
     retry_after_default_s: ClassVar[float | None] = None
     is_callers_fault: ClassVar[bool] = False
-    """Whether the caller caused the failure. Service level objectives do not count such failures."""
+    """The caller caused the failure. Service level objectives do not count such failures."""
 
     def __init_subclass__(
         cls,

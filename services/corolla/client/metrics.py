@@ -30,7 +30,7 @@ class RequestEnd(StrEnum):
     ERROR = "error"
 
     @classmethod
-    def of(cls, failure: BaseException | None) -> "RequestEnd":
+    def from_failure(cls, failure: BaseException | None) -> "RequestEnd":
         """The end of a request that failed with an exception, or did not."""
         match failure:
             case None:

@@ -38,7 +38,7 @@ class TokenWidths:
     listed: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokens: Iterable[bytes]) -> Self:
+    def from_tokens(cls, tokens: Iterable[bytes]) -> Self:
         """The widths of the tokens with these bytes."""
         widths = [_widths(token) for token in set(tokens)] or [(0, 0, 0)]
         plain, quoted, listed = (sorted(each, reverse=True)[:_NUM_KEPT] for each in zip(*widths, strict=True))

@@ -384,7 +384,7 @@ class ClientService:
             self._model, self._quotas, self._answering, self._admission(1), self._transcripts, self._sessions,
             self._placement, self._tokenizer, self._chat, self._names,
             RequestParser(
-                self._model, self._chat.reserved_names, OutputFormat.of(self._tokenizer), self._cache_salts
+                self._model, self._chat.reserved_names, OutputFormat.from_tokenizer(self._tokenizer), self._cache_salts
             ),
             CallBounds(self._bounds.farewell_s, self._max_grpc_reply_bytes),
         )  # fmt: skip

@@ -107,7 +107,7 @@ class LowRankBatch:
         return [[index, 1, slot] for index, slot in enumerate(slots)]
 
     @classmethod
-    def of(cls, table: LowRankTable, rows: Sequence[tuple[SpanAdapter | None, int]]) -> "LowRankBatch | None":
+    def for_rows(cls, table: LowRankTable, rows: Sequence[tuple[SpanAdapter | None, int]]) -> "LowRankBatch | None":
         """The batch of rows, each with its adapter, or None, and its number of tokens; None: too many adapters."""
         slots = table.slots([adapter for adapter, _ in rows])
         if slots is None:
@@ -187,7 +187,7 @@ def _failed_trial(width: int, num_outputs: int, dtype: torch.dtype, device: torc
 
     def added(parts: Sequence[tuple[SpanAdapter | None, int]], begin: int) -> Tensor:
         found = output[begin : begin + sum(size for _, size in parts)].clone()
-        batch = LowRankBatch.of(table, parts)
+        batch = LowRankBatch.for_rows(table, parts)
         if batch is not None:
             batch.add(0, place, rows[begin : begin + len(found)], found)
         return found

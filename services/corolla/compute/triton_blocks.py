@@ -229,7 +229,7 @@ class TritonBlocks(Blocks):
         """See `Blocks.adapters`."""
         found = None
         if self.low_rank is not None and any(row.adapter is not None for row in rows):
-            found = LowRankBatch.of(self.low_rank, [(row.adapter, row.num_tokens) for row in rows])
+            found = LowRankBatch.for_rows(self.low_rank, [(row.adapter, row.num_tokens) for row in rows])
         return super().adapters(rows) if found is None else found
 
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:

@@ -141,7 +141,7 @@ class DraftReading:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the model has not read all of the text before its last token, and has room for the rest."""
+        """The model has yet to read some of the text before its last token, and has room for it."""
         return len(self._cached_ids) < len(self.token_ids) - 1 and self.num_tokens_left > 0
 
     def read_chunk(self) -> bool:

@@ -92,7 +92,7 @@ class StackedPenalties:
             stack._leave()
 
     @classmethod
-    def of(cls, penalties: Sequence[TokenPenalties], device: torch.device) -> "StackedPenalties":
+    def stacked(cls, penalties: Sequence[TokenPenalties], device: torch.device) -> "StackedPenalties":
         """The stack that these penalties make already, in this order and on this device, or a new one."""
         stack = penalties[0]._stack
         return stack if stack is not None and stack._is_of(penalties, device) else cls(penalties, device)

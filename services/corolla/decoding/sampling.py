@@ -320,7 +320,7 @@ class _Scores:
         self._penalised = [index for index, sampler in enumerate(samplers) if sampler.params.has_penalties]
         if self._penalised:
             penalties = [samplers[index].penalties(vocabulary_size) for index in self._penalised]
-            self._penalties = StackedPenalties.of(penalties, device)
+            self._penalties = StackedPenalties.stacked(penalties, device)
             rows = _replaced(rows, self._penalised, self._penalties.apply)
         if allowed:
             bars = barred(list(allowed.values()), vocabulary_size, device)

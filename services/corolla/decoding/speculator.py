@@ -24,7 +24,7 @@ class Drafter(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether some of the text is still to be read before anything can be drafted."""
+        """Some of the text is still to be read before anything can be drafted."""
 
     def read_chunk(self) -> None:
         """Reads the next chunk."""
@@ -48,7 +48,7 @@ class Speculator:
 
     @property
     def is_behind(self) -> bool:
-        """Whether some of the text is still to be read before anything can be drafted."""
+        """Some of the text is still to be read before anything can be drafted."""
         return self._drafter.is_behind
 
     def read_chunk(self) -> None:

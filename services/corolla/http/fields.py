@@ -244,7 +244,7 @@ class AnswerFields(SamplingFields):
 
     @property
     def streamed_usage(self) -> dict[str, bool]:
-        """Whether a stream ends with the usage, and whether each of its events has the usage so far."""
+        """What the stream says of its usage: at its end, and in each event so far."""
         options = self.stream_options or StreamOptions.model_validate({})
         return {"has_usage": options.include_usage, "has_continuous_usage": options.continuous_usage_stats}
 

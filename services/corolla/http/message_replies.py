@@ -60,7 +60,7 @@ class MessageUsage(Disturbances):
     output_tokens: int
 
     @classmethod
-    def of(cls, usage: pb.Usage) -> "MessageUsage":
+    def from_message(cls, usage: pb.Usage) -> "MessageUsage":
         return cls(
             input_tokens=usage.prompt_tokens - usage.cached_tokens,
             cache_read_input_tokens=usage.cached_tokens,
@@ -99,7 +99,7 @@ def reply(answer: pb.ChatResponse, *, shows_thinking: bool) -> Message:
         content=[_block(item) for item in writer.items],
         stop_reason=_STOP_REASONS[answer.finish_reason],
         stop_sequence=answer.stop_sequence or None,
-        usage=MessageUsage.of(answer.usage),
+        usage=MessageUsage.from_message(answer.usage),
     )
 
 
@@ -114,13 +114,13 @@ def events(
     writer = _Writer(shows_thinking=shows_thinking)
 
     def begin(chunk: pb.ChatChunk) -> str:
-        usage = MessageUsage.of(chunk.usage)
+        usage = MessageUsage.from_message(chunk.usage)
         begun = Message(id=new_id("msg_"), model=model, content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=begun.model_dump())
 
     def end(chunk: pb.ChatChunk) -> str:
         delta = {"stop_reason": _STOP_REASONS[chunk.finish_reason], "stop_sequence": chunk.stop_sequence or None}
-        ended = _event("message_delta", delta=delta, usage=MessageUsage.of(chunk.usage).model_dump())
+        ended = _event("message_delta", delta=delta, usage=MessageUsage.from_message(chunk.usage).model_dump())
         return writer.end() + ended + _event("message_stop")
 
     return writer.stream(chunks, begin, end)

@@ -183,7 +183,7 @@ class ScoreList(BaseModel):
     usage: ReadingUsage
 
     @classmethod
-    def of(cls, found: Sequence[pb.ScoreResponse]) -> "ScoreList":
+    def from_replies(cls, found: Sequence[pb.ScoreResponse]) -> "ScoreList":
         facts = [ScoreFacts(index=index, score=_relevance(each)) for index, each in enumerate(found)]
         usage = _usage([each.usage for each in found])
         return cls(id=new_id("score-"), created=now_s(), model=found[0].model, data=facts, usage=usage)
@@ -237,7 +237,7 @@ class Ranking(BaseModel):
     usage: ReadingUsage
 
     @classmethod
-    def of(cls, body: RerankRequest, found: Sequence[pb.ScoreResponse]) -> "Ranking":
+    def from_replies(cls, body: RerankRequest, found: Sequence[pb.ScoreResponse]) -> "Ranking":
         scores, texts = [_relevance(each) for each in found], body.texts
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
         results = [

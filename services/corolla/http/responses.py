@@ -311,7 +311,7 @@ class StoredTurn:
     number: int
 
     @classmethod
-    def of(cls, response_id: str) -> "StoredTurn":
+    def from_response_id(cls, response_id: str) -> "StoredTurn":
         """The turn of a response. Raises ResourceNotFound if the id does not have the form of a stored response."""
         found = _ID.fullmatch(response_id)
         if found is None:

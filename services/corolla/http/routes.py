@@ -224,7 +224,7 @@ class HttpRoutes:
     @operation("DELETE", "/v1/responses/{response_id}", DeletedResponse)
     async def delete_response(self, call: KeyCall, response_id: str) -> DeletedResponse:
         """Deletes a stored response; the last one of a conversation with its session."""
-        turn = StoredTurn.of(response_id)
+        turn = StoredTurn.from_response_id(response_id)
         await self._servicer.delete_turn(turn.session_id, turn.number, call)
         return DeletedResponse(id=response_id)
 
@@ -286,13 +286,13 @@ class HttpRoutes:
     async def score(self, call: KeyCall, body: ScoreRequest) -> ScoreList:
         """Tells how probable queries are after documents."""
         found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
-        return ScoreList.of(found)
+        return ScoreList.from_replies(found)
 
     @operation("POST", "/v1/rerank", Ranking)
     async def rerank(self, call: KeyCall, body: RerankRequest) -> Ranking:
         """Orders documents by how probable a query is after each of them."""
         found = await _all(body, body.as_protocol(), lambda each: self._servicer.Score(each, call, ANY_ROOM))
-        return Ranking.of(body, found)
+        return Ranking.from_replies(body, found)
 
     @operation("GET", "/health", Health, is_open=True)
     async def health(self) -> Health:
@@ -322,7 +322,7 @@ class HttpRoutes:
         earlier: Sequence[pb.ChatMessage] = ()
         if body.previous_response_id is not None:
             with body.in_own_words():
-                previous = StoredTurn.of(body.previous_response_id)
+                previous = StoredTurn.from_response_id(body.previous_response_id)
                 record, finished = await self._servicer.continued_turn(previous.session_id, previous.number, call)
             is_newest = record.num_turns == previous.number and not record.busy
             if body.is_stored and (finished is None or is_newest):
@@ -347,7 +347,7 @@ class HttpRoutes:
         self, response_id: str, call: KeyCall
     ) -> tuple[Sequence[pb.ChatMessage], router_pb2.FinishedTurn, str]:
         """The conversation up to a stored response, its turn, and its model. Raises ResourceNotFound."""
-        turn = StoredTurn.of(response_id)
+        turn = StoredTurn.from_response_id(response_id)
         record, finished = await self._servicer.stored_turn(turn.session_id, turn.number, call)
         if finished is None or not finished.num_messages:
             raise not_stored()

@@ -33,7 +33,7 @@ from corolla.v1 import generation_pb2 as pb
 
 TOKENS = [b"\x01" * 40, b'"\\' * 30, b"\xff\x80" * 20, b" " * 128, "é€😀".encode() * 9, b"\n" * 64]
 TOKENS += [b"%d" % number for number in range(30)]
-WIDTHS = TokenWidths.of(TOKENS)
+WIDTHS = TokenWidths.from_tokens(TOKENS)
 FIRST_ID = 1 << 30
 """Ids are as long as they can be."""
 TOKENIZER: Any = SimpleNamespace(

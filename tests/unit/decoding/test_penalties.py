@@ -25,11 +25,11 @@ def penalties() -> list[TokenPenalties]:
 
 
 def scores_of(one: TokenPenalties, logits: torch.Tensor) -> torch.Tensor:
-    return StackedPenalties.of([one], CPU).apply(logits.unsqueeze(0))[0]
+    return StackedPenalties.stacked([one], CPU).apply(logits.unsqueeze(0))[0]
 
 
 def add(one: TokenPenalties, token_id: int) -> None:
-    StackedPenalties.of([one], CPU).add(torch.tensor([token_id]), torch.tensor([True]))
+    StackedPenalties.stacked([one], CPU).add(torch.tensor([token_id]), torch.tensor([True]))
 
 
 def logits_of(num_rows: int, seed: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def test_rows_have_their_own_penalties_whatever_company_they_had() -> None:
         for repeat in range(2):
             logits = logits_of(len(rows), step + repeat)
             expected = torch.stack([scores_of(alone[row], own) for row, own in zip(rows, logits, strict=True)])
-            stack = StackedPenalties.of([together[row] for row in rows], CPU)
+            stack = StackedPenalties.stacked([together[row] for row in rows], CPU)
             assert torch.equal(stack.apply(logits), expected)
             tokens = torch.arange(step, step + len(rows)) % WIDTH
             are_added = torch.arange(len(rows)) != 1
@@ -65,9 +65,9 @@ def test_rows_have_their_own_penalties_whatever_company_they_had() -> None:
 @torch.inference_mode()
 def test_a_batch_of_the_same_rows_has_the_same_stack_and_rows_that_leave_keep_none() -> None:
     many = penalties()
-    stack = StackedPenalties.of(many, CPU)
-    assert StackedPenalties.of(many, CPU) is stack
-    assert StackedPenalties.of(many[:4], CPU) is not stack
+    stack = StackedPenalties.stacked(many, CPU)
+    assert StackedPenalties.stacked(many, CPU) is stack
+    assert StackedPenalties.stacked(many[:4], CPU) is not stack
     is_kept = weakref.ref(stack)
     del stack
     gc.collect()
@@ -78,10 +78,10 @@ def test_stacking_waits_for_no_device() -> None:
     plain, there = penalties(), penalties()
     logits = logits_of(5, 1)
     with torch.inference_mode():
-        expected = StackedPenalties.of(plain, CPU).apply(logits)
+        expected = StackedPenalties.stacked(plain, CPU).apply(logits)
     with a_gpu() as gpu, torch.inference_mode():
         on_gpu = gpu.put(logits)
-        found = [StackedPenalties.of(there[start:], GPU).apply(on_gpu[start:]) for start in (0, 1, 0)]
+        found = [StackedPenalties.stacked(there[start:], GPU).apply(on_gpu[start:]) for start in (0, 1, 0)]
         assert not gpu.waits
         for start, scores in zip((0, 1, 0), found, strict=True):
             assert torch.equal(gpu.numbers(scores), expected[start:])

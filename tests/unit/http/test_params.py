@@ -30,7 +30,7 @@ BODIES: dict[str, Any] = {each.body.__name__: each.body for each in OPERATIONS i
 PARSER = RequestParser(
     pb.Model(vocab_size=300, context_length=4096, hidden_size=16),
     frozenset({"messages"}),
-    OutputFormat.of(TOKENIZER),
+    OutputFormat.from_tokenizer(TOKENIZER),
     CacheSalts(""),
 )
 CALLER = Caller("acme")

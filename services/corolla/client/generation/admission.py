@@ -148,7 +148,7 @@ class RequestMeter:
 
     def __exit__(self, kind: object, failure: BaseException | None, traceback: object) -> None:
         (self._metrics.waiting if self._is_waiting else self._metrics.running).dec()
-        end = RequestEnd.of(failure)
+        end = RequestEnd.from_failure(failure)
         if not self._num_answers:
             self._metrics.readings.labels(end).inc()
             self._metrics.reading_seconds.observe(self._caller.elapsed_s)

@@ -143,7 +143,7 @@ class OutputFormat:
     response_template: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> "OutputFormat":
+    def from_tokenizer(cls, tokenizer: TextTokenizer) -> "OutputFormat":
         """Finds the formats in the chat template, the added tokens and the response template of a checkpoint."""
         hf_tokenizer = tokenizer.hf_tokenizer
         templates = hf_tokenizer.chat_template or ""

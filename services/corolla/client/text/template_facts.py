@@ -8,7 +8,7 @@ from jinja2 import nodes
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """Whether a template iterates over the parts of a message's content, and whether it has a role `developer`."""
+    """What a template does: it iterates over the parts of a message's content; it knows the role `developer`."""
 
     iterates_content: bool
     knows_developer: bool

@@ -251,7 +251,7 @@ class TextTokenizer:
 
     def widths(self) -> TokenWidths:
         """How many bytes the tokens take in replies."""
-        return TokenWidths.of(map(self.token_bytes, range(self.vocab_size)))
+        return TokenWidths.from_tokens(map(self.token_bytes, range(self.vocab_size)))
 
 
 def _encoded(backend: Any, text: str) -> Any:

@@ -123,7 +123,7 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     num_units = num_blocks * layout.units
     rows = torch.empty(len(row_ids), num_blocks * layout.block_weights, dtype=dtype, device=panels.device)
     if len(row_ids):
-        count, views = units_of_round(num_units, _EXPANDED_UNITS), PanelViews.of(panels, layout)
+        count, views = units_of_round(num_units, _EXPANDED_UNITS), PanelViews.from_panels(panels, layout)
         expansion = variant(
             packed_code.expand_packed, layout=layout, COUNT=count, ROWS=_EXPANDED_ROWS, num_warps=4,
             enable_fp_fusion=False,
@@ -186,7 +186,7 @@ class PanelViews:
     turns: Tensor
 
     @classmethod
-    def of(cls, panels: Tensor, layout: Layout) -> Self:
+    def from_panels(cls, panels: Tensor, layout: Layout) -> Self:
         """The views of `panels`, uint8 `[panels, blocks, bytes of a block]`, on any device."""
         flat = panels.view(-1)
         turns = _turns(layout.bits, layout.is_float, panels.device)
@@ -195,7 +195,7 @@ class PanelViews:
     @classmethod
     def fitting(cls, rows: Tensor, panels: "Tensor | PanelViews", layout: Layout) -> "PanelViews":
         """The views of panels, as of `of`, by which `rows`, `[R, in]`, can be multiplied. Raises ValueError."""
-        views = panels if isinstance(panels, PanelViews) else cls.of(panels, layout)
+        views = panels if isinstance(panels, PanelViews) else cls.from_panels(panels, layout)
         num_blocks = views.panels.shape[1]
         if num_blocks * layout.block_weights != rows.shape[1]:
             raise ValueError(f"rows of {rows.shape[1]} numbers do not fit {num_blocks} blocks of {layout.name}")

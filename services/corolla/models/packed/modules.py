@@ -120,7 +120,7 @@ class PackedLinear(nn.Module):
 
         panels = cast(Tensor, self.panels)
         if self._views is None or self._views.panels is not panels:
-            self._views = PanelViews.of(panels, self.layout)
+            self._views = PanelViews.from_panels(panels, self.layout)
         flat = rows.reshape(-1, self.in_features)
         product = multiply_packed(self.layout, flat, self._views, self.out_features, self.bias, self.order, tile)
         return product.view(*rows.shape[:-1], self.out_features)
@@ -385,7 +385,7 @@ class PackedExpertWeights(nn.Module):
             return multiply_experts(rows, self.expanded, chosen)
         panels = cast(Tensor, self.panels)
         if self._views is None or self._views.panels is not panels:
-            self._views = PanelViews.of(panels, self.layout)
+            self._views = PanelViews.from_panels(panels, self.layout)
         return multiply_packed_experts(self.layout, rows, self._views, self.shape[1], chosen)
 
     def expand(self, dtype: torch.dtype) -> None:

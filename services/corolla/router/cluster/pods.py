@@ -81,7 +81,7 @@ class PodTable:
         self._pods: dict[str, Pod] = {}
         self._gone: dict[str, None] = {}
         self.is_current = False
-        """Whether the API server reports changes at present."""
+        """The API server reports changes at present."""
 
     def __iter__(self) -> Iterator[Pod]:
         return iter(self._pods.values())

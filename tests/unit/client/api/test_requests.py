@@ -32,7 +32,7 @@ TOKENIZER: Any = SimpleNamespace(
 
 
 def parser_for(model: pb.Model) -> RequestParser:
-    return RequestParser(model, frozenset(), OutputFormat.of(TOKENIZER), SALTS)
+    return RequestParser(model, frozenset(), OutputFormat.from_tokenizer(TOKENIZER), SALTS)
 
 
 class WatchedMessage:

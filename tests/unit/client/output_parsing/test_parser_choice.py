@@ -59,7 +59,7 @@ def tokenizer_of(template: str, *special: str, **attributes: Any) -> TextTokeniz
 def answer_to(tokenizer: TextTokenizer, prompt: str, text: str, turn_name: str = "", **options: Any) -> Answer:
     """An answer of these tokens, that ends by itself."""
     (end,) = tokenizer.encode("<|end|>", add_special_tokens=False)
-    output_parsing = OutputParsing(OutputFormat.of(tokenizer), options.pop("rules", RULES), **options)
+    output_parsing = OutputParsing(OutputFormat.from_tokenizer(tokenizer), options.pop("rules", RULES), **options)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     decider = StopDecider(max_new_tokens=999, eos_token_ids=frozenset({end}))
     parser = output_parsing.parser(tokenizer, prompt_ids, turn_name)
