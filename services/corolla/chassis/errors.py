@@ -25,8 +25,8 @@ class CorollaError(Exception):
     Args:
         message: One sentence for the caller.
         metadata: Facts for programs (`ErrorInfo.metadata`), for example `uncovered_blocks`.
-        retry_after_s: The seconds after which the same call may succeed. None: the default of the class; if that is
-            None, too, a retry does not help.
+        retry_after_s: The seconds after which the same call may succeed. None: the default of the class. Without
+            either, a retry does not help.
     """
 
     code: ClassVar[StatusCode] = StatusCode.INTERNAL
