@@ -4,6 +4,7 @@ Streams over that wire continue on other servers, and late bytes change no token
 is cut, streams notice nothing, and new answers begin.
 """
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from tests.integration.waiting import until
 
 MAX_STALL_S = 4.0
 _CUT_S = 5.0
+# A chain carries tens of steps in this time, and a wire that waits carries no more than a sign of life.
+_LISTENED_S = 0.3
 # So much silence may cost a hop its streams.
 _SILENT_S = 0.5
 # Another address of this machine: where the relays listen.
@@ -61,7 +64,7 @@ async def _run(
 ) -> None:
     stack = repertoire.stack
     answers = await LongAnswers.begin(repertoire, rng)
-    edges = _edges(stack.service, [await stack.busiest(span) for span in stack.spans])
+    edges = _edges(stack.service, await _hops(stack, wires))
     edge = edges[edge_number % len(edges)]
     wire = wires[edge.target]
     recoveries_before = await stack.metric("corolla_session_recoveries_total")
@@ -93,6 +96,18 @@ async def _run(
     figures.stalls_s += stalls
     say(f"run {figures.num_runs}: {direction} cut between {edge.source} and {edge.target}; {num_tokens} tokens, "
         f"longest stall {max(stalls):.2f} s")  # fmt: skip
+
+
+async def _hops(stack: RunningStack, wires: Mapping[str, Wires]) -> list[ManagedProcess]:
+    """The servers of a chain that an answer takes: each sends most to the next one."""
+    hops = [await stack.busiest(stack.spans[0])]
+    for span in stack.spans[1:]:
+        source = stack.local.pid(hops[-1].name) or 0
+        replicas = [server for server in stack.servers if server.blocks == span]
+        before = {each.name: wires[each.name].num_carried(source) for each in replicas}
+        await asyncio.sleep(_LISTENED_S)
+        hops.append(max(replicas, key=lambda each: wires[each.name].num_carried(source) - before[each.name]))
+    return hops
 
 
 def _edges(service: ManagedProcess, hops: Sequence[ManagedProcess]) -> list[_Edge]:

@@ -29,8 +29,10 @@ from tests.integration.metrics import sample
 from tests.json_schemas import SUITE, made_schemas
 
 MAX_STALL_S = 2.0
-LEAST_WHOLE = 0.95
-"""The others come to the end of their tokens before their JSON ends: the model is a random one."""
+LEAST_WHOLE = 0.9
+"""The others come to the end of their tokens before their JSON ends: the model is a random one. A run of the gate has
+about twelve answers.
+"""
 LEAST_HIT = 0.9
 _NUM_SCHEMAS: Final = 300
 _MAX_TOKENS: Final = 400

@@ -22,6 +22,7 @@ class _Direction:
     def __init__(self) -> None:
         self.is_whole = asyncio.Event()
         self.is_whole.set()
+        self.num_carried = 0
 
 
 class Wires:
@@ -51,6 +52,11 @@ class Wires:
     def is_connected(self, pid: int) -> bool:
         """Whether the process has connected to the server."""
         return (pid, "in") in self._directions
+
+    def num_carried(self, pid: int) -> int:
+        """The pieces that the process has sent to the server so far."""
+        direction = self._directions.get((pid, "in"))
+        return 0 if direction is None else direction.num_carried
 
     def cut(self, pid: int, direction: str) -> None:
         """Nothing comes through any more, "in" towards the server, "out" from it, or "both".
@@ -90,6 +96,7 @@ class Wires:
                 while data := await reader.read(_CHUNK_BYTES):
                     self.num_held += not direction.is_whole.is_set()
                     await direction.is_whole.wait()
+                    direction.num_carried += 1
                     writer.write(data)
                     await writer.drain()
         finally:
