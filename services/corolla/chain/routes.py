@@ -334,7 +334,7 @@ class Routes:
     ) -> PlannedSession:
         now_s = asyncio.get_running_loop().time()
         booked = partial(self._bookings.booked, now_s=now_s)
-        return PlannedSession(num_tokens, excluded, booked, held, max(held.values(), default=0))
+        return PlannedSession(num_tokens, excluded, booked, held)
 
     def _replicas(self) -> Replicas:
         """The ready servers, grouped anew after each push."""

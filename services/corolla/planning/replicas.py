@@ -8,6 +8,7 @@ all later ones are beaten. So a plan takes about as long with a thousand servers
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from corolla.planning.bookings import Booked
@@ -16,13 +17,12 @@ from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 ANSWER_TOKENS: Final = 64
-"""The time for a prompt is spread over so many tokens of its answer, whose length is not known: a server that holds the
-prompt may be slower by this much for each token."""
+"""The planner spreads the time for a prompt over so many tokens of the answer, whose length is not known yet."""
 
 _NOTHING = Booked()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedSession:
     """The session for which servers are chosen.
 
@@ -31,32 +31,31 @@ class PlannedSession:
         excluded: The ids of servers that must not be in the chain.
         booked: Gives the load that a server will have in addition to what it reported, by id.
         held: How many of the text's first tokens a server is known to hold, by id.
-        most_held: How many the server has that holds most of them.
     """
 
     num_tokens: int = 0
     excluded: Collection[str] = ()
     booked: Callable[[str], Booked] = lambda server_id: _NOTHING
     held: Mapping[str, int] = field(default_factory=dict)
-    most_held: int = 0
+
+    @cached_property
+    def most_held(self) -> int:
+        """How many tokens the server has that holds most of the text."""
+        return max(self.held.values(), default=0)
 
     def counted(self, server: Candidate) -> Candidate | None:
-        """Returns the server with its booked load; None if it is excluded."""
+        """Returns the server with its booked load and the prompt that it must compute; None if it is excluded."""
         if server.server_id in self.excluded:
             return None
         booked = self.booked(server.server_id)
         has_pages = self.num_tokens == 0 or self.num_tokens + booked.num_tokens <= server.room_tokens
-        seconds = self.seconds_per_block(server, booked)
+        seconds = server.seconds_per_block + booked.num_sessions * server.session_seconds
+        # The tokens of the prompt that this server must compute, and that the best one holds.
+        num_missing = self.most_held - self.held.get(server.server_id, 0)
+        seconds += num_missing * server.prompt_seconds / ANSWER_TOKENS
         if has_pages == server.has_pages and seconds == server.seconds_per_block:
             return server
         return replace(server, seconds_per_block=seconds, has_pages=has_pages)
-
-    def seconds_per_block(self, server: Candidate, booked: Booked) -> float:
-        """Returns the server's time for a token in a block, with booked sessions and with the prompt's tokens that it
-        must compute and the best server holds."""
-        num_missing = self.most_held - self.held.get(server.server_id, 0)
-        prompt_seconds = num_missing * server.prompt_seconds / ANSWER_TOKENS
-        return server.seconds_per_block + booked.num_sessions * server.session_seconds + prompt_seconds
 
 
 _Kind = tuple[str, Span, str, Numerics, bool]
@@ -126,7 +125,7 @@ class Replicas:
 
 
 class _Front:
-    """The servers of one kind than which fewer than `num_of_each` others are better or as good for a session."""
+    """Collects the servers of one kind that fewer than `num_of_each` others beat for a session."""
 
     def __init__(self, session: PlannedSession, num_of_each: int) -> None:
         self._session = session
@@ -144,18 +143,17 @@ class _Front:
         return len(better) >= self._num_of_each
 
     def consider(self, server: Candidate) -> None:
-        if server.server_id in self._session.excluded:
-            return
-        seconds = self._session.seconds_per_block(server, self._session.booked(server.server_id))
-        if self.is_beaten(seconds, server.queue_seconds):
-            return
+        """Adds the server to the front unless others beat it."""
         counted = self._session.counted(server)
-        if counted is not None and counted.has_pages:
+        if counted is None or self.is_beaten(counted.seconds_per_block, counted.queue_seconds):
+            return
+        if counted.has_pages:
             self._found.append(counted)
         elif self._full is None:
             self._full = counted
 
     def servers(self) -> list[Candidate]:
+        """Returns the front; without one, a full server of the kind if there is one."""
         # A full server shows that its blocks have servers, only none with room.
         return self._found or ([self._full] if self._full is not None else [])
 
@@ -182,7 +180,7 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
 
 
 def _kind(server: Candidate) -> _Kind:
-    """Returns what servers have in common of which a chain needs the cheapest ones only."""
+    """Returns what makes servers alike: of those that are, a chain needs the cheapest only."""
     return server.fingerprint, server.span, server.zone, server.numerics, server.is_suspected
 
 

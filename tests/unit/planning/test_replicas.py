@@ -38,8 +38,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
     booked = {each.server_id: Booked(source.randrange(3), source.randrange(300)) for each in servers}
     excluded = {f"s{source.randrange(20)}" for _ in range(source.randrange(4))}
     held = {f"s{source.randrange(25)}": source.choice([64, 128]) for _ in range(source.randrange(4))}
-    most_held = max(held.values(), default=0)
-    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held, most_held)
+    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held)
 
 
 def cost_of(servers: list[Candidate]) -> float | str:
@@ -100,7 +99,7 @@ def test_a_server_that_holds_the_text_is_found_among_many() -> None:
         return Booked(2) if server_id == "s400" else Booked()
 
     servers = [server(f"s{number}", "0:6", session_seconds=0.05, prompt_seconds=0.125) for number in range(500)]
-    session = PlannedSession(40, booked=booked, held={"s400": 128}, most_held=128)
+    session = PlannedSession(40, booked=booked, held={"s400": 128})
     (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
     assert hop.server.server_id == "s400"
     assert len(asked) < 10
