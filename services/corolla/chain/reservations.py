@@ -405,8 +405,6 @@ class Reservations:
     ) -> common_pb2.Chain:
         """A chain whose servers may open the sessions. Waits for one while a lost server may still come back."""
         first_failure: CorollaError | None = None
-        texts = open_options.named_texts
-        held = self.routes.beginnings.held(texts[0], open_options.beginning_salt) if texts else {}
 
         async def plan(now_s: float, *, as_last_resort: bool) -> common_pb2.Chain:
             excluded_ids = attempts.excluded(now_s, as_last_resort=as_last_resort)
@@ -418,6 +416,8 @@ class Reservations:
                 )
                 if chain is not None:
                     return chain
+            texts = open_options.named_texts
+            held = self.routes.beginnings.held(texts[0], open_options.beginning_salt) if texts else {}
             chain = await self.routes.plan(
                 num_tokens=num_tokens,
                 record_id=open_options.record_id,
