@@ -46,11 +46,9 @@ class PlacementWatch:
         self.num_updates = 0
 
     @property
-    def cheapest_chain(self) -> common_pb2.Chain | None:
-        """The chain for new sessions while no router answers; None while blocks have no server."""
-        if self._placement is None or not self._placement.HasField("cheapest_chain"):
-            return None
-        return self._placement.cheapest_chain
+    def is_complete(self) -> bool:
+        """The newest snapshot has a chain over all blocks."""
+        return self._placement is not None and self._placement.HasField("cheapest_chain")
 
     @property
     def servers(self) -> Sequence[pb.PlacedServer]:

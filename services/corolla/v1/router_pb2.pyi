@@ -557,7 +557,7 @@ class Placement(_message.Message):
 
     @_builtins.property
     def cheapest_chain(self) -> _common_pb2.Chain:
-        """The cheapest chain now; unset while blocks are uncovered. Client services use it when no router answers."""
+        """The cheapest chain now; unset while blocks are uncovered."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegisteredAdapter]:

@@ -401,7 +401,7 @@ class GenerationServicer:
         return self.names.described(self._described_model(), adapter)
 
     def _described_model(self) -> pb.Model:
-        described = pb.Model(ready=self.placement.cheapest_chain is not None)
+        described = pb.Model(ready=self.placement.is_complete)
         described.MergeFrom(self.model)
         return described
 
