@@ -1,8 +1,8 @@
 """Remembers which servers hold which beginnings of texts, for the next text that begins alike. Pure.
 
 Callers of stateless interfaces send a whole conversation again with each turn. A server that computed the turn before
-still holds its pages, so a plan that leads there spares the prompt. What is remembered are digests of the same kind as
-the names of pages (`wire/page_hashes`), and ids of servers; nothing of the text.
+still holds its pages, so a plan that leads there spares the prompt. This module keeps digests of the same kind as the
+names of pages (`wire/page_hashes`) and ids of servers, and nothing of the text.
 """
 
 from collections import OrderedDict
@@ -15,11 +15,11 @@ STRIDE_TOKENS: Final = 64
 """The tokens between two beginnings of one text that are remembered."""
 MOST_BEGINNINGS: Final = 1 << 15
 _MOST_SERVERS: Final = 32
-"""The most servers that are remembered for one beginning: those of the texts that had it last."""
+"""The most servers that are remembered for one beginning; the newest texts with it count."""
 
 
 class Beginnings:
-    """The beginnings that servers were last known to hold. Of too many, those of the oldest texts are dropped.
+    """Maps beginnings to the servers that were last known to hold them, and drops those of the oldest texts.
 
     Args:
         most: the greatest number of beginnings.

@@ -44,7 +44,7 @@ class Action(Enum):
     FILL = "fill"
     """The same hops get what they lack."""
     FILL_IN_PLACE = "fill in place"
-    """The same hops get what they lack, in the sessions that they have: there is no room for scratch sessions."""
+    """The same hops get what they lack in the sessions that they have, since scratch sessions have no room."""
     GIVE_UP = "give up"
     """Neither these servers nor others would help."""
 

@@ -111,7 +111,7 @@ class ChainSession(OpenSequences):
 
     @property
     def mixes_numerics(self) -> bool:
-        """Its next tokens may differ from those of an undisturbed session, by servers of other numerics."""
+        """Servers of other numerics computed a part, so the next tokens may differ from an undisturbed session's."""
         return self._limits.follows_numerics and self.chain.mixes_numerics
 
     @property
@@ -260,7 +260,7 @@ class ChainSession(OpenSequences):
 
     @property
     def _outgrows_short_factors(self) -> bool:
-        """The next step makes the text too long for the short factors with which the hops compute it."""
+        """The hops compute the text with short factors, and the next step makes it too long for these."""
         most = self._limits.short_factor_length
         return most is not None and self.position >= most and not self._binding.open_options.long_factors
 

@@ -159,7 +159,7 @@ def _differing_step(
         adapter: the adapter of each second row; None: no row has one.
 
     Returns:
-        The number of rows of the first step whose output has other bits; None: there is none.
+        The number of rows of the first step whose output has other bits; None: all steps have equal bits.
     """
     shares = _shares(steps)
     lengths = _lengths(runner, len(shares))

@@ -126,7 +126,7 @@ class _Drafter(CandidateGenerator):
         """Appends draft tokens to int64 `[1, T]`, one after the other; never up to the text's maximum length.
 
         Returns:
-            The longer text and, if tokens are sampled, the scores by which they were drawn, float32 `[1, drafts, V]`.
+            The longer text, and the scores of the drafts, float32 `[1, drafts, V]`; None if tokens are not sampled.
         """
         reading = self._reading
         reading.token_ids[:] = input_ids[0, self._num_padding :].tolist()

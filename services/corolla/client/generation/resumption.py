@@ -112,7 +112,7 @@ def replay_answer(answer: Answer, tokens: Sequence[SampledToken], finish_reason:
 def write_last_answer(record: pb.SessionRecord, answer: Answer, turn_name: str) -> None:
     """Writes how the turn ended and, if the turn can be requested again, its log probabilities.
 
-    At most a mebibyte of log probabilities is kept, those of the last tokens. The caller writes the token log.
+    The record keeps log probabilities of the last tokens, at most a mebibyte. The caller writes the token log.
 
     Args:
         answer: an answer that has ended. Tokens that its caller had before it was resumed have no log probabilities.

@@ -110,7 +110,7 @@ class TemplateProcess:
         return self._worker.pid
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Renders a conversation; the arguments are those of `Template.render`.
+        """Renders a conversation. It takes the arguments of `Template.render`.
 
         Raises:
             TemplateRefusal: the template does not accept the conversation, or fails.

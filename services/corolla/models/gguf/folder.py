@@ -97,8 +97,8 @@ _AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
 _SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
 CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
 """The names of all ways to split texts that are known here."""
-# The ways to split with which llama.cpp begins texts with a token, unless the file says otherwise; and those with which
-# a piece that is a token as a whole is not merged.
+# llama.cpp begins a text that is split in these ways with a token unless the file says otherwise, and does not merge a
+# piece that is a token as a whole.
 _LIKE_LLAMA3: Final = frozenset(
     {
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",

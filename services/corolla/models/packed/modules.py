@@ -400,7 +400,7 @@ class PackedExpertWeights(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Computes what usual experts of transformers compute, with weights some of which stay packed.
+    """Computes the same as the usual experts of transformers; some of the weights stay packed.
 
     Args:
         experts: the experts; `are_usual` is true for them.
