@@ -93,13 +93,16 @@ async def run_together(
 async def run_all(arguments: Sequence[str], num_jobs: int) -> tuple[int, dict[str, float]]:
     """Does all rows but the soak, `num_jobs` stacks at a time, each in a process whose output is shown at its end.
 
+    Rows judge half seconds, which other stacks may take. So a process that fails is run a second time, alone, and then
+    decides, unless another one has failed, too.
+
     Returns:
         The exit status, and the seconds that each row took.
     """
     shared = {row for rows in _ON_ONE_STACK for row in rows}
     # A wire is cut for longer than all rows of a shared stack take: what begins last is short.
     groups = [*((row,) for row in ROWS if row not in shared | _ALONE | _LONG), *_ON_ONE_STACK]
-    statuses: list[int] = []
+    failed: list[tuple[str, ...]] = []
     took_s: dict[str, float] = {}
 
     async def run_groups(waiting: list[tuple[str, ...]]) -> None:
@@ -116,15 +119,20 @@ async def run_all(arguments: Sequence[str], num_jobs: int) -> tuple[int, dict[st
                     process.terminate()
                     await process.wait()
             said = output.decode(errors="replace")
-            statuses.append(process.returncode or 0)
             took_s.update((row, float(seconds)) for row, seconds in _ENDED.findall(said))
-            say(said + f"{' '.join(rows)}: the process ended with {statuses[-1]}\n")
+            say(said + f"{' '.join(rows)}: the process ended with {process.returncode}\n")
+            if process.returncode:
+                failed.append(rows)
 
     async with asyncio.TaskGroup() as jobs:
         for _ in range(num_jobs):
             jobs.create_task(run_groups(groups))
     await run_groups([(row,) for row in sorted(_ALONE)])
-    return int(any(statuses)), took_s
+    if len(failed) == 1:
+        again = [failed.pop()]
+        say(f"==> {' '.join(again[0])} failed: once more, alone")
+        await run_groups(again)
+    return int(bool(failed)), took_s
 
 
 def main() -> int:
