@@ -291,7 +291,7 @@ def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_ch
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM
     model = library.from_config(tiny_config(family, num_blocks, **{**config_changes, **tokens}))
-    _draw_weights(model, seed + _SEEDS.get(family, 0), _SPREADS.get(family, 1.6))
+    draw_weights(model, seed + _SEEDS.get(family, 0), _SPREADS.get(family, 1.6))
     generation: Any = GenerationConfig
     model.generation_config = generation(**{**tokens, "pad_token_id": tokenizer.eos_token_id})
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -319,7 +319,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def _draw_weights(model: torch.nn.Module, seed: int, spread: float) -> None:
+def draw_weights(model: torch.nn.Module, seed: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

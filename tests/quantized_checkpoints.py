@@ -73,7 +73,21 @@ def make_packed_checkpoint(
         The two folders.
     """
     source = make_tiny_checkpoint(family, folder / "source", num_blocks=num_blocks, config_changes=changes)
-    packed_folder, expanded_folder = folder / f"{family}-packed", folder / f"{family}-expanded"
+    folders = folder / f"{family}-packed", folder / f"{family}-expanded"
+    pack_checkpoint(source, *folders, made, plain=plain, with_head=with_head)
+    return folders
+
+
+def pack_checkpoint(
+    source: Path,
+    packed_folder: Path,
+    expanded_folder: Path,
+    made: Made,
+    *,
+    plain: tuple[str, ...] = (),
+    with_head: bool = False,
+) -> None:
+    """Writes a checkpoint packed, and the same one expanded, in float32; see `make_packed_checkpoint`."""
     for target in (packed_folder, expanded_folder):
         shutil.copytree(source, target)
     weight_map: dict[str, str] = {}
@@ -90,7 +104,6 @@ def make_packed_checkpoint(
     if (packed_folder / INDEX).exists():
         (packed_folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     edit_config(packed_folder, quantization_config=dict(made.config))
-    return packed_folder, expanded_folder
 
 
 def edit_config(folder: Path, **changes: Any) -> None:

@@ -20,7 +20,8 @@ from corolla.chassis.settings import PREFIX, ServiceSettings
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
 from corolla.http.metrics import HttpMetrics
-from corolla.models.families import FAMILIES
+from corolla.models.families import FAMILIES, UNSERVED
+from corolla.models.wrappers import ALIASES
 from corolla.router.metrics import RouterMetrics
 from corolla.router.settings import RouterSettings
 
@@ -103,6 +104,15 @@ def families() -> Iterator[str]:
         alike.setdefault((rows, ", ".join(filter(None, kept)), fast), []).append(f"`{name}`")
     for kind, names in sorted(alike.items()):
         yield f"| {' | '.join(kind)} | {', '.join(names)} |"
+    yield ""
+    yield "Texts of these types are computed by another family's code, bit for bit:"
+    others = sorted((name, str(facts["model_type"])) for name, facts in ALIASES.items())
+    yield f"{', '.join(f'`{name}` by `{family}`' for name, family in others)}."
+    yield from ("", "## Not served", "")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in UNSERVED.items():
+        reasons.setdefault(reason, []).append(f"`{name}`")
+    yield from (f"- {', '.join(names)}: {reason}" for reason, names in reasons.items())
 
 
 def main(folder: Path) -> None:

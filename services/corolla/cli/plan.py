@@ -59,13 +59,16 @@ def run_plan(options: PlanOptions, *, as_json: bool) -> int:
     model = model_size(checkpoint, DTYPES[dtype], options.quantization, options.kv_cache_dtype)
     plans = [(kind, plan_servers(model, kind.memory_bytes, options.demand)) for kind in options.kinds]
     if as_json:
-        sys.stdout.write(json.dumps([_facts(model, kind, plan, options) for kind, plan in plans]) + "\n")
+        facts = [{**_facts(model, kind, plan, options), "unread": list(checkpoint.unread)} for kind, plan in plans]
+        sys.stdout.write(json.dumps(facts) + "\n")
         return 0
     console = Console(highlight=False)
     console.print(
         f"{model.name}: {len(model.blocks)} blocks; one token reads {model.read_bytes / 1e9:.2f} GB of weights, "
         f"and keeps {sum(block.token_bytes for block in model.blocks) / 1024:.0f} KiB of keys and values"
     )
+    if checkpoint.unread:
+        console.print(f"its language model alone is served, without {', '.join(checkpoint.unread)}")
     for kind, plan in plans:
         _show(console, model, kind, plan, options)
     return 0

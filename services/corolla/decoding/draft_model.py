@@ -97,7 +97,7 @@ class DraftModel:
             )
         config = copy.deepcopy(checkpoint.config)
         model_class = model_class_of(AutoModelForCausalLM, config)
-        with checkpoint.open_tensors({name: name for name in checkpoint.weight_index}, dtype) as tensors:
+        with checkpoint.open_tensors(checkpoint.names, dtype) as tensors:
             model: Any = build(checkpoint, model_class, config, tensors, dtype=dtype, attention="sdpa")
         return cls(model.to(torch.device(device)), checkpoint.context_length, target.vocab_size)
 

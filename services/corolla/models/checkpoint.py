@@ -5,11 +5,12 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import (
-    ALIASES,
     FAMILIES,
     Family,
     family_of,
@@ -48,6 +48,9 @@ from corolla.models.weights import (
     read_header,
     sample_bytes,
 )
+from corolla.models.wrappers import TextModel, other_part, text_names
+
+log = logging.getLogger(__name__)
 
 # Raise this whenever two releases would not compute the same hidden states or read the same frames.
 PROTOCOL_VERSION = 8
@@ -62,7 +65,8 @@ _REVISION_FOLDER = re.compile(r".*/models--(?P<owner>[^/]+?)(?:--(?P<model>[^/]+
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _GENERATION_FILE = "generation_config.json"
-_SETTINGS_FILES = ("config.json", "tokenizer_config.json", _GENERATION_FILE)
+_CONFIG_FILE = "config.json"
+_SETTINGS_FILES = (_CONFIG_FILE, "tokenizer_config.json", _GENERATION_FILE)
 _VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -156,6 +160,8 @@ class Checkpoint:
         snapshot: the source of further shards; None: all shards are in the folder.
         gguf: the weights of a GGUF file; None: they are safetensors.
         quantization: how the stored weights are quantised; None: they are not.
+        unread: the parts of the model next to its language model, such as a vision tower, which are not read.
+        has_transposed_experts: whether files may hold the matrices of experts transposed.
     """
 
     name: str
@@ -166,6 +172,8 @@ class Checkpoint:
     snapshot: HubSnapshot | None = field(default=None, repr=False)
     gguf: GgufWeights | None = field(default=None, repr=False)
     quantization: Quantization | None = None
+    unread: tuple[str, ...] = ()
+    has_transposed_experts: bool = False
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
@@ -189,11 +197,22 @@ class Checkpoint:
         if snapshot is not None and "config.json" not in snapshot.manifest.files:
             raise CheckpointError(no_weights(snapshot.repository, snapshot.manifest.files))
         folder = snapshot.folder if snapshot is not None else Path(found)
-        config, quantization = _read_config(folder)
+        config, quantization, text = _read_config(folder)
         family = family_of(config)
-        index = snapshot.weight_index() if snapshot is not None else find_weights(folder)
+        stored = snapshot.weight_index() if snapshot is not None else find_weights(folder)
         name = snapshot.repository if snapshot is not None else _name_of(folder)
-        checkpoint = cls(name, folder, config, family, index, snapshot, quantization=quantization)
+        index = {each: shard for each, shard in stored.items() if other_part(each) is None}
+        unread = tuple(sorted({part for each in stored if (part := other_part(each)) is not None}))
+        if text.is_wrapped:
+            # Wrappers say in several places, or by a default, whether the head is tied; a stored head is not.
+            config.tie_word_embeddings = not any(each.startswith("lm_head.") for each in text_names(index))
+        checkpoint = cls(
+            name, folder, config, family, index, snapshot,
+            quantization=quantization, unread=unread,
+            has_transposed_experts=text.has_transposed_experts,
+        )  # fmt: skip
+        if unread:
+            log.info("serving the language model alone", extra={"model": name, "unread": ", ".join(unread)})
         checkpoint._check_blocks()
         checkpoint._check_packed()
         return checkpoint
@@ -202,7 +221,7 @@ class Checkpoint:
     def _of_gguf(cls, path: Path) -> "Checkpoint":
         header = read_header_of_gguf(path)
         folder = settings_folder(header)
-        config, _ = _read_config(folder)
+        config, _, _ = _read_config(folder)
         setattr(config, GGUF_FILE, str(path))
         weights = GgufWeights(path, header, config)
         return cls(weights.name, folder, config, family_of(config), {}, gguf=weights)
@@ -211,6 +230,11 @@ class Checkpoint:
     def weight_index(self) -> Mapping[str, Path]:
         """Maps each stored tensor's name to the file that holds it."""
         return self.shards if self.gguf is None else self.gguf.index
+
+    @functools.cached_property
+    def names(self) -> Mapping[str, str]:
+        """Maps each tensor's name in the language model to the stored one, which may have a wrapper's prefix."""
+        return text_names(self.weight_index)
 
     @property
     def num_blocks(self) -> int:
@@ -252,16 +276,16 @@ class Checkpoint:
         return {block: (counts[block], heads.get(block, 0)) for block in range(self.num_blocks)}
 
     def _block_tensors(self) -> list[tuple[int, str]]:
-        """The tensors of all blocks, as block number and name.
+        """The tensors of all blocks, as block number and stored name.
 
         A checkpoint may have several lists of blocks, such as one that predicts further tokens; the model's blocks are
         the longest list.
         """
         layer = re.compile(rf"((?:.*\.)?){re.escape(self.family.layers)}\.(\d+)\..*")
         lists: dict[str, list[tuple[int, str]]] = {}
-        for name in self.weight_index:
+        for name, stored in self.names.items():
             if match := layer.fullmatch(name):
-                lists.setdefault(match[1], []).append((int(match[2]), name))
+                lists.setdefault(match[1], []).append((int(match[2]), stored))
         return max(lists.values(), key=lambda found: len({block for block, _ in found}), default=[])
 
     def head_blocks(self) -> float:
@@ -335,8 +359,17 @@ class Checkpoint:
                 with contextlib.suppress(CheckpointError):
                     headers[shard] = read_header(shard)
             if name in headers[shard]:
-                found[name] = headers[shard][name]
+                held = headers[shard][name]
+                found[name] = held.transposed() if self._is_transposed(name, held.shape) else held
         return found
+
+    def _is_transposed(self, stored: str, shape: Sequence[int]) -> bool:
+        """A file holds the matrices of experts transposed; transformers, too, looks at their shape."""
+        if not self.has_transposed_experts or len(shape) != 3:
+            return False
+        if stored.endswith(".experts.gate_up_proj"):
+            return shape[2] != self.hidden_size
+        return stored.endswith(".experts.down_proj") and shape[1] != self.hidden_size
 
     @contextlib.contextmanager
     def open_tensors(self, names: Mapping[str, str], dtype: Any = None) -> Iterator[dict[str, Any]]:
@@ -356,9 +389,12 @@ class Checkpoint:
         if self.gguf is not None:
             yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
             return
-        from corolla.models.chunked_reads import open_tensors
+        from corolla.models.chunked_reads import Transposed, open_tensors
 
         with open_tensors(self.weight_index, names) as tensors:
+            for name, stored in names.items():
+                if self._is_transposed(stored, tensors[name].get_shape()):
+                    tensors[name] = Transposed(tensors[name])
             if self.quantization is not None:
                 from corolla.models.quantized.tensors import packed_weights
 
@@ -425,7 +461,9 @@ class Checkpoint:
     def _facts_of(self, name: str) -> dict[str, Any]:
         """What a settings file says that changes results; defaults of sampling do not, since callers choose."""
         path = self.folder / name
-        stored = _read_json(path) if path.is_file() else {}
+        stored: Mapping[str, Any] = _read_json(path) if path.is_file() else {}
+        if name == _CONFIG_FILE:
+            stored = TextModel.of(stored).settings
         if name == _GENERATION_FILE:
             stored = {key: value for key, value in stored.items() if key.endswith("_token_id") or key.startswith("_")}
         return {key: value for key, value in stored.items() if key not in _NOTES}
@@ -464,7 +502,7 @@ class Checkpoint:
             )
         if self.quantization is not None and self.has_tied_edges:
             # A quantised head and the embedding have different numbers, and nothing says which of them are right.
-            heads = [name for name in self.weight_index if name.startswith(("lm_head.", "embed_out."))]
+            heads = [name for name in self.names if name.startswith(("lm_head.", "embed_out."))]
             if odd := next((name for name in heads if not name.endswith((".weight", ".bias"))), None):
                 raise CheckpointError(
                     f"{self.folder} holds a quantised head ({odd}), which config.json ties to the embedding; set "
@@ -534,17 +572,20 @@ def _fetched_gguf(hub: Hub, repository: str, file: str, revision: str | None) ->
     return snapshot.folder / file
 
 
-def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
-    """The configuration, and how weights are quantised.
+def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None, TextModel]:
+    """The configuration, how weights are quantised, and what config.json says of the language model.
 
     The configuration lacks the fields of the quantisation, since models get expanded weights.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise _no_config(folder)
-    stored = _read_json(path)
-    _check_numbers(path, stored)
-    _check_files(folder, stored)
+    whole = _read_json(path)
+    for table in (whole, *(each for each in whole.values() if isinstance(each, Mapping))):
+        _check_numbers(path, table)
+    _check_files(folder, whole)
+    text = TextModel.of(whole)
+    stored = text.settings
     described = {name: _read_json(folder / name) for name in DESCRIPTION_FILES if (folder / name).is_file()}
     quantization = quantization_of(stored, described)
     if stored.get("auto_map") and "model_type" not in stored:
@@ -552,12 +593,12 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
             f"{folder} needs code of its own, which is never run; choose a model that transformers knows."
         )
     try:
-        if alias := ALIASES.get(str(stored.get("model_type"))):
-            config = AutoConfig.for_model(alias).from_dict({**stored, "model_type": alias}, name_or_path=str(folder))
+        if text.is_wrapped or text.family != text.model_type:
+            config = AutoConfig.for_model(text.family).from_dict(text.family_settings(), name_or_path=str(folder))
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a foreign model_type, or a field that the family's own checks refuse
-        if stored.get("model_type") not in FAMILIES:
+        if text.family not in FAMILIES:
             raise UnsupportedFamily(why_unsupported(stored)) from None
         raise CheckpointError(
             f"{path} does not describe a model that transformers knows; correct it: {short_reason(error)}"
@@ -568,7 +609,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None]:
     for name in QUANTIZATION_KEYS:
         if hasattr(config, name):
             delattr(config, name)
-    return config, quantization
+    return config, quantization, text
 
 
 def _check_numbers(path: Path, stored: Mapping[str, Any]) -> None:

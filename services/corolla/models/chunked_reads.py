@@ -183,6 +183,27 @@ class StoredMatrix:
         return memory.view(self._dtype)
 
 
+class Transposed:
+    """A stored tensor whose last two dimensions are exchanged as it is read."""
+
+    def __init__(self, stored: StoredMatrix) -> None:
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        *outer, rows, columns = self._stored.get_shape()
+        return [*outer, columns, rows]
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the element type."""
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]`, only these of the first index."""
+        if isinstance(index, slice):
+            return self._stored[index].transpose(-1, -2)
+        return self._stored[...].transpose(-1, -2)[index]
+
+
 @contextlib.contextmanager
 def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.

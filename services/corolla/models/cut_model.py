@@ -406,12 +406,8 @@ _COMPUTED: Final = re.compile(
 )
 # Scales of keys, values and scores for caches in 8 bits, which are not used here (docs/models.md).
 _CACHE_SCALES: Final = re.compile(r".*\.((k|v|q|kv|prob)_scale|(k|v|q)_proj\.(output_scale|output_zero_point))")
-# No text reaches these parts next to a language model: they see, hear, predict further tokens, or judge an answer in
-# training.
-_OTHER_PARTS: Final = re.compile(
-    r"(.*\.)?(mtp|mtp_layers|visual|vision_tower|vision_model|vision_embed_tokens|multi_modal_projector|mm_projector"
-    r"|audio_tower|audio_model|embed_vision|embed_audio|v_head)\..*"
-)
+# No answer needs these parts: they predict further tokens, or judge an answer in training.
+_OTHER_PARTS: Final = re.compile(r"(.*\.)?(mtp|mtp_layers|v_head)\..*")
 
 
 def refuse_leftovers(model: str, model_type: str, names: Iterable[str], ignored: Iterable[str] = ()) -> None:

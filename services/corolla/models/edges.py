@@ -316,14 +316,14 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
     embedding = re.compile(rf"{prefix}((?:{parts})\..+)")
     names: dict[str, str] = {}
     is_of_ends = _ends_of(checkpoint) if has_head else embedding.fullmatch
-    for stored in checkpoint.weight_index:
-        if layer.match(stored) or not is_of_ends(stored):
+    for name, stored in checkpoint.names.items():
+        if layer.match(name) or not is_of_ends(name):
             continue
-        match = embedding.fullmatch(stored)
+        match = embedding.fullmatch(name)
         if match and has_embedding:
-            names[stored if has_head else match[1]] = stored
+            names[name if has_head else match[1]] = stored
         elif not match and has_head:
-            names[stored] = stored
+            names[name] = stored
     if (
         not has_head
         and checkpoint.has_tied_edges
@@ -332,15 +332,15 @@ def edge_tensors(checkpoint: Checkpoint, *, has_embedding: bool = True, has_head
         # Files may store tied weights under the head's name alone.
         tied = model_class_of(AutoModelForCausalLM, checkpoint.config)._tied_weights_keys or ()
         heads = {name for name in tied if name.endswith(".weight")}
-        names |= {f"{family.embedding}.weight": each for each in checkpoint.weight_index if each in heads}
+        names |= {f"{family.embedding}.weight": stored for name, stored in checkpoint.names.items() if name in heads}
     return names
 
 
 def _refuse_other_tensors(checkpoint: Checkpoint) -> None:
     model_class = model_class_of(AutoModelForCausalLM, checkpoint.config)
-    ends = set(edge_tensors(checkpoint).values())
+    ends = edge_tensors(checkpoint)
     layer = _layer_name(checkpoint)
-    others = (name for name in checkpoint.weight_index if name not in ends and not layer.match(name))
+    others = (name for name in checkpoint.names if name not in ends and not layer.match(name))
     refuse_leftovers(checkpoint.name, checkpoint.family.model_type, others, ignored_names(model_class))
 
 

@@ -25,12 +25,6 @@ PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
 # A rotary embedding with other factors for long texts. transformers chooses factors by the longest position of a call.
 LONG_ROPE = "longrope"
 
-# Model types whose checkpoints have the format of another family, bit for bit.
-ALIASES = {"kimi_k2": "deepseek_v3"}
-
-# Where configurations of models that see or hear keep the configuration of their language model.
-_TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config")
-
 # Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.
 STATEFUL_ROPE = frozenset({"dynamic"})
 
@@ -224,6 +218,38 @@ _FAMILIES = (
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}
 
+UNSERVED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+        "blocks take inputs made from token ids, and keys and values of other blocks",
+    ),
+    **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
+    "llama4_text": "attention within fixed chunks",
+    "nemotron_h": "the tensors do not tell which block is the largest",
+    "longcat_flash": "two attentions in one block",
+    "mimo_v2_flash": "blocks differ in the number of key heads",
+    **dict.fromkeys(
+        ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text"),
+        "attention to tokens that an index picks",
+    ),
+    **dict.fromkeys(("minimax", "rwkv", "xlstm"), "a cache of their own kind"),
+    **dict.fromkeys(
+        ("hrm_text", "inkling_text", "inkling2_text", "qwen4_exp_text", "zaya"),
+        "blocks hand on several tensors, run again, or keep several states",
+    ),
+    "nanochat": "one norm runs before the first block, too",
+    "diffllama": "it draws random numbers as it is built",
+    **dict.fromkeys(("ctrl", "openai-gpt", "xlnet"), "no cache, or a unique one"),
+    **dict.fromkeys(
+        (
+            "axk2", "bailing_hybrid", "blt", "cohere_compass_text", "dots3_note_text", "hy_v4", "modernbert-decoder",
+            "recurrent_gemma",
+        ),
+        "not tried yet",
+    ),
+}  # fmt: skip
+"""What stands in the way of decoder-only families of transformers."""
+
 
 def family_of(config: PretrainedConfig) -> Family:
     """The table's row for a configuration.
@@ -276,12 +302,8 @@ def why_unsupported(stored: Mapping[str, Any]) -> str:
                 f"{unsupported}, but config.json names the architecture of {name!r}; set model_type to it there if its "
                 "tensors and settings are the same."
             )
-    inner = next((stored[key] for key in _TEXT_CONFIGS if isinstance(stored.get(key), Mapping)), None)
-    if inner is not None and inner.get("model_type") in FAMILIES:
-        return (
-            f"{unsupported}; its language model is a {inner['model_type']!r}, which is: load the whole in "
-            "transformers, and give the folder to which you save the language model alone by save_pretrained."
-        )
+    if why := UNSERVED.get(model_type):
+        unsupported = f"{unsupported}: {why}"
     return f"{unsupported}; docs/families.md lists the {len(FAMILIES)} types that are."
 
 

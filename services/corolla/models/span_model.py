@@ -408,16 +408,15 @@ def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
     prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
     layer = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.(\d+)\.(.+)")
     names: dict[str, str] = {}
-    for stored in checkpoint.weight_index:
-        match = layer.fullmatch(stored)
+    for name, stored in checkpoint.names.items():
+        match = layer.fullmatch(name)
         if match and span.start <= int(match[1]) < span.end:
             names[f"{checkpoint.family.layers}.{int(match[1]) - span.start}.{match[2]}"] = stored
     if not names and len(span):
         other = next((each for each in checkpoint.weight_index if f"{checkpoint.family.layers}." in each), "none")
         raise CheckpointError(
             f"{checkpoint.name} names the tensors of its blocks as {other!r}, where a {checkpoint.family.model_type} "
-            f"model has {prefix}.{checkpoint.family.layers}.0.…; if it is a part of a larger model, load that in "
-            "transformers, and save the language model alone by save_pretrained."
+            f"model has {prefix}.{checkpoint.family.layers}.0.…; give a checkpoint in the layout of transformers."
         )
     return names
 

@@ -39,6 +39,11 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
+    def transposed(self) -> "StoredTensor":
+        """The same bytes with the last two dimensions exchanged."""
+        *outer, rows, columns = self.shape
+        return StoredTensor(self.dtype, (*outer, columns, rows), self.offset, self.num_bytes)
+
 
 def find_weights(folder: Path) -> dict[str, Path]:
     """Maps each tensor's name to the shard that holds it.

@@ -363,8 +363,8 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
         ),
         ({"model_type": None, "architectures": None}, r"names no model_type; docs/families\.md lists"),
         (
-            {"model_type": "gemma3", "architectures": None, "text_config": {"model_type": "gemma3_text"}},
-            r"'gemma3' are not supported; its language model is a 'gemma3_text', .* save the language model alone",
+            {"model_type": "llama4", "architectures": None, "text_config": {"model_type": "llama4_text"}},
+            r"'llama4_text' are not supported: attention within fixed chunks; docs/families",
         ),
         (
             {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
@@ -494,13 +494,14 @@ def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
         load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("begin", ["language_model.model.", "model.language_model."])
-def test_a_language_model_within_a_larger_one_is_named(folder: Path, begin: str) -> None:
-    rewritten(lambda name: name.replace("model.", begin, 1))(folder)
+def test_two_tensors_for_one_place_of_the_language_model_are_refused(folder: Path) -> None:
+    shard = shards(folder)[0]
+    second = {"model.language_model.norm.weight": torch.ones(64), "thinker.model.norm.weight": torch.ones(64)}
+    save_file({**load_file(shard), **second}, shard, metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=rf"its blocks as '{begin}layers\..*a llama model has model\.layers\.0.*save "
+        CheckpointError, match=r"two tensors for model\.norm\.weight: .*norm\.weight and .*norm\.weight"
     ):
-        make_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
+        Checkpoint.from_pretrained(str(folder))
 
 
 def test_kimi_k2_is_the_family_of_deepseek_v3(tmp_path: Path) -> None:

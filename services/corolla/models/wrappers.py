@@ -1,0 +1,135 @@
+"""Finds the language model in a checkpoint of a model that also sees or hears. Pure.
+
+Such a checkpoint has the settings of its language model in a table of `config.json`, and a prefix before the names of
+its tensors, which differs by publisher and by the release of transformers that saved it. Here is the one rule for both.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from corolla.chassis.errors import CheckpointError
+from corolla.models.families import FAMILIES
+
+ALIASES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "glm4v_moe_text": {"model_type": "glm4_moe", "use_qk_norm": False},
+    "kimi_k2": {"model_type": "deepseek_v3"},
+    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3_vl_text": {"model_type": "qwen3"},
+}
+"""Model types whose texts another family's code computes, bit for bit, with that family's settings."""
+
+# These types' files hold the matrices of experts transposed, as transformers' conversion table says.
+_TRANSPOSED: Final = frozenset({"qwen3_vl_moe_text"})
+
+_TEXT_CONFIGS: Final = ("text_config", "language_config", "llm_config", "thinker_config")
+"""Where configurations keep that of the language model."""
+
+# Settings of the whole model that hold for its language model, unless that says otherwise.
+_SHARED: Final = (
+    "bos_token_id", "compression_config", "eos_token_id", "pad_token_id", "quantization", "quantization_config",
+)  # fmt: skip
+_MOST_NESTED: Final = 3
+# The parts of a name that only say that what follows belongs to the language model.
+_PREFIX: Final = re.compile(r"(?:(?:model|thinker|language_model|text_model|language|llm)\.)+")
+_INNER_PREFIX: Final = re.compile(r"(?:thinker|language_model|text_model|language|llm)\.")
+# No text reaches these parts: they see, hear, or lead from there to the language model.
+_OTHER_PART: Final = re.compile(
+    r"(?:.*\.)?(visual|vision_tower|vision_model|vision_embed_tokens|vision_embedder|multi_modal_projector"
+    r"|mm_projector|patch_merge_mlp|audio_tower|audio_model|embed_vision|embed_audio|connector)\..*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """What a configuration says of the language model.
+
+    Attributes:
+        settings: the settings of the language model, in the form of its own `config.json`.
+        is_wrapped: whether they are a part of the settings of a larger model.
+    """
+
+    settings: Mapping[str, Any]
+    is_wrapped: bool = False
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> "TextModel":
+        """Finds the language model in the content of `config.json`."""
+        inner = stored
+        for _ in range(_MOST_NESTED):
+            key = next((each for each in _TEXT_CONFIGS if isinstance(inner.get(each), Mapping)), None)
+            if key is None or cls(inner).family in FAMILIES:
+                break
+            shared = {name: inner[name] for name in _SHARED if inner.get(name) is not None}
+            own = {name: value for name, value in inner[key].items() if value is not None or name not in shared}
+            inner = {"model_type": _default_type(str(inner.get("model_type")), key), **shared, **own}
+        return cls(inner, is_wrapped=inner is not stored)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.settings.get("model_type") or "")
+
+    @property
+    def family(self) -> str:
+        """The type of the family by whose code the model is computed, which may not be in the table of families."""
+        return str(ALIASES.get(self.model_type, self.settings).get("model_type") or "")
+
+    @property
+    def has_transposed_experts(self) -> bool:
+        """Files may hold the matrices of experts transposed."""
+        return self.model_type in _TRANSPOSED
+
+    def family_settings(self) -> dict[str, Any]:
+        """The settings by the names and defaults of the family."""
+        settings = dict(self.settings)
+        if self.family != self.model_type and self.model_type in CONFIG_MAPPING:
+            settings = CONFIG_MAPPING[self.model_type].from_dict(settings).to_dict()
+        if isinstance(rope := settings.get("rope_parameters"), Mapping):
+            # The sections have positions of their own only in images.
+            kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            settings["rope_parameters"] = kept
+        return {**settings, **ALIASES.get(self.model_type, {})}
+
+
+def _default_type(outer: str, key: str) -> str:
+    """The type of a language model whose settings do not name it, as transformers has it for such a wrapper."""
+    if outer not in CONFIG_MAPPING:
+        return ""
+    spec = getattr(CONFIG_MAPPING[outer], "sub_configs_defaults", {}).get(key)
+    return str(getattr(spec, "model_type", None) or getattr(getattr(spec, "config_class", None), "model_type", ""))
+
+
+def text_name(stored: str) -> str:
+    """The name that a tensor has in a checkpoint of the language model alone."""
+    match = _PREFIX.match(stored)
+    if match is None or not _INNER_PREFIX.search(match[0]):
+        return stored
+    rest = stored[match.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+def text_names(stored: Iterable[str]) -> dict[str, str]:
+    """Maps the names of tensors in a checkpoint of the language model alone to the stored ones.
+
+    Raises:
+        CheckpointError: two tensors would have one name.
+    """
+    names: dict[str, str] = {}
+    for each in stored:
+        name = text_name(each)
+        if name in names:
+            raise CheckpointError(
+                f"The checkpoint holds two tensors for {name}: {names[name]} and {each}; give one that holds one model."
+            )
+        names[name] = each
+    return names
+
+
+def other_part(stored: str) -> str | None:
+    """The part of the model that a tensor belongs to, if no text reaches it."""
+    match = _OTHER_PART.fullmatch(stored)
+    return None if match is None else match[1]

@@ -1,0 +1,297 @@
+"""Published models as tiny checkpoints of the same structure, and the table of docs/models.md that says what each does.
+
+    python -m tests.published        writes the table anew
+
+Names, shapes and layouts of tensors are those that transformers' own classes and its conversion table write when they
+save a model, unless a row names another source. Numbers are random.
+"""
+
+import functools
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+
+from corolla.chassis.errors import CorollaError
+from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
+from corolla.models.checkpoint import Checkpoint
+from corolla.models.edges import load_edges
+from corolla.models.loading import LOADING
+from corolla.models.span_model import load_span
+from corolla.wire.span import Span
+from tests.checkpoints import draw_weights, make_tokenizer, tiny_config
+from tests.quantized_checkpoints import FORMATS, INDEX, mxfp4, pack_checkpoint
+
+PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+NUM_BLOCKS: Final = 5
+NUM_PROMPT_TOKENS: Final = 20
+NUM_NEW_TOKENS: Final = 12
+_HEADING: Final = "| model | `model_type` | weights | whole blocks | smallest cut | what is missing |"
+# What the writer of a configuration says of itself.
+_NOTES: Final = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version"})
+# Parts whose linear layers publishers leave as they are.
+_SEEING: Final = ("visual", "vision", "projector")
+
+_SIGLIP: Final = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+_QWEN_VISION: Final = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+_GLM_VISION: Final = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "image_size": 28,
+}  # fmt: skip
+_PIXTRAL: Final = {"model_type": "pixtral", **_SIGLIP}
+
+
+def _sections(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(sections), **more}}
+
+
+_INTERLEAVED: Final = {"mrope_interleaved": True}
+_QWEN3_5: Final = _sections(2, 1, 1, partial_rotary_factor=0.5, **_INTERLEAVED)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model.
+
+    Attributes:
+        name: as its publisher writes it.
+        family: the family of `tests.checkpoints` whose tiny facts its language model has.
+        model_type: that of `config.json`; empty: the family's.
+        text: further settings of the language model.
+        vision: the settings of the part that sees; None: there is none.
+        weights: how the table names the format of the weights.
+        made: a key of FORMATS, or `mxfp4`; None: the weights are plain.
+        plain: parts of the names of modules that the publisher left plain.
+        change: changes the folder after it was saved, where the published files differ from what transformers saves.
+    """
+
+    name: str
+    family: str
+    model_type: str = ""
+    text: Mapping[str, Any] = field(default_factory=dict)
+    vision: Mapping[str, Any] | None = None
+    weights: str = "bfloat16"
+    made: str | None = None
+    plain: tuple[str, ...] = ()
+    change: Callable[[Path], None] | None = None
+
+
+def _kimi(folder: Path) -> None:
+    # transformers reads tensors of `layers`, and saves them as those of `blocks`, by the inverse of a renaming.
+    _change(folder, lambda name, tensor: {name.replace(".model.blocks.", ".model.layers."): tensor})
+
+
+def _single_experts(folder: Path) -> None:
+    """The experts one by one, as in published FP8 (transformers' table reads both)."""
+
+    def split(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        start, _, which = name.rpartition(".experts.")
+        if which == "down_proj":
+            return {f"{start}.experts.{index}.down_proj.weight": each for index, each in enumerate(tensor)}
+        if which != "gate_up_proj":
+            return {name: tensor}
+        halves = {"gate_proj": tensor.chunk(2, dim=1)[0], "up_proj": tensor.chunk(2, dim=1)[1]}
+        return {
+            f"{start}.experts.{index}.{half}.weight": each
+            for half, experts in halves.items()
+            for index, each in enumerate(experts)
+        }
+
+    _change(folder, split)
+
+
+def _change(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
+    """Replaces each tensor of a checkpoint by one or several others."""
+    weight_map: dict[str, str] = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in load_file(shard).items():
+            tensors |= {new: each.contiguous().clone() for new, each in change(name, tensor).items()}
+        save_file(tensors, shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, shard.name)
+    if (folder / INDEX).exists():
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+_KIMI_VISION: Final = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_ALL_BUT_EXPERTS: Final = ("self_attn", "shared_experts", ".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj")
+
+PUBLISHED: Final[tuple[Published, ...]] = (
+    Published(
+        "Qwen3-VL-235B-A22B", "qwen3_moe", "qwen3_vl_moe",
+        {"model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 24, **_sections(4, 2, 2, **_INTERLEAVED)},
+        _QWEN_VISION,
+    ),
+    Published("Qwen3.5-27B", "qwen3_5_text", "qwen3_5", _QWEN3_5, _QWEN_VISION),
+    Published("Qwen3.5-397B-A17B", "qwen3_5_moe_text", "qwen3_5_moe", _QWEN3_5, _QWEN_VISION),
+    Published(
+        "Qwen3.5-397B-A17B-FP8", "qwen3_5_moe_text", "qwen3_5_moe",
+        {"shared_expert_intermediate_size": 64, **_QWEN3_5}, _QWEN_VISION, "FP8", "fp8-blocks",
+        change=_single_experts,
+    ),
+    Published(
+        "Kimi-K2.5", "deepseek_v3", "kimi_k25", {"model_type": "kimi_k2"}, _KIMI_VISION,
+        "int4 (compressed-tensors)", "w4a16", _ALL_BUT_EXPERTS, _kimi,
+    ),
+    Published(
+        "GLM-4.5V", "glm4_moe", "glm4v_moe",
+        {"model_type": "glm4v_moe_text", **_sections(2, 1, 1, partial_rotary_factor=0.5)}, _GLM_VISION,
+    ),
+    Published(
+        "Qwen2.5-VL-72B", "qwen2", "qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **_sections(4, 2, 2)},
+        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL),
+    Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
+    Published("Gemma-3-27B", "gemma3_text", "gemma3", {"tie_word_embeddings": True}, _SIGLIP),
+)  # fmt: skip
+
+
+class Row:
+    """A published model made small, and what Corolla does with it.
+
+    Args:
+        folder: an empty one; it gets the checkpoint, and where that is packed, an expanded one, too.
+    """
+
+    def __init__(self, published: Published, folder: Path) -> None:
+        self.published = published
+        self._folder = self._expanded = folder / "source"
+        self._write()
+        if published.made is not None:
+            packed, self._expanded = folder / "packed", folder / "expanded"
+            made = mxfp4() if published.made == "mxfp4" else FORMATS[published.made]()
+            pack_checkpoint(self._folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
+            self._folder = packed
+
+    @property
+    def _model_type(self) -> str:
+        return self.published.model_type or self.published.family
+
+    @property
+    def _library(self) -> Any:
+        return AutoModelForCausalLM if self.published.vision is None else AutoModelForImageTextToText
+
+    def _write(self) -> None:
+        published, library = self.published, cast(Any, AutoConfig)
+        settings = tiny_config(published.family, NUM_BLOCKS).to_dict()
+        settings = {name: value for name, value in settings.items() if name not in _NOTES}
+        settings |= {"model_type": published.family, **published.text}
+        if published.vision is None:
+            settings["model_type"] = self._model_type
+            config = library.for_model(**settings)
+        else:
+            tied = settings["tie_word_embeddings"]
+            config = library.for_model(
+                self._model_type, text_config=settings, vision_config=dict(published.vision), tie_word_embeddings=tied
+            )
+        model = self._library.from_config(config)
+        draw_weights(model, 0, 1.6)
+        if settings["tie_word_embeddings"]:
+            with torch.no_grad():  # otherwise each token is followed by itself
+                model.get_input_embeddings().weight.mul_(0.05)
+        tokenizer = make_tokenizer()
+        ends: Any = GenerationConfig
+        model.generation_config = ends(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+        model.to(torch.bfloat16 if published.made is None else torch.float32).save_pretrained(
+            self._folder, max_shard_size=200_000
+        )
+        tokenizer.save_pretrained(self._folder)
+        if published.change is not None:
+            published.change(self._folder)
+
+    def unsplit(self) -> list[int]:
+        """What transformers answers to the prompt."""
+        with LOADING:
+            model = self._library.from_pretrained(self._expanded, dtype=torch.float32).eval()
+        prompt = torch.tensor([_prompt()])
+        answer: list[int] = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_NEW_TOKENS, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )[0, NUM_PROMPT_TOKENS:].tolist()  # fmt: skip
+        return answer
+
+    @functools.cached_property
+    def refusal(self) -> str | None:
+        """Why Corolla refuses the checkpoint; None: it does not."""
+        try:
+            Checkpoint.from_pretrained(str(self._folder))
+        except CorollaError as error:
+            return error.message
+        return None
+
+    @functools.cached_property
+    def _chain(self) -> tuple[Any, list[SpanRunner]]:
+        checkpoint = Checkpoint.from_pretrained(str(self._folder))
+        spans = [Span(block, block + 1) for block in range(checkpoint.num_blocks)]
+        runners = [SpanRunner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8) for span in spans]
+        return load_edges(checkpoint, dtype=torch.float32), runners
+
+    def answer(self) -> list[int]:
+        """What a chain of one block for each hop answers to the prompt."""
+        edges, runners = self._chain
+        caches = [runner.new_cache() for runner in runners]
+        for cache in caches:
+            cache.allocate(NUM_PROMPT_TOKENS + NUM_NEW_TOKENS)
+        position, new, tokens = 0, _prompt(), list[int]()
+        while len(tokens) < NUM_NEW_TOKENS:
+            hidden = edges.embed(torch.tensor(new), torch.arange(position, position + len(new)))
+            for runner, cache in zip(runners, caches, strict=True):
+                hidden = runner.forward([RowWork(cache, position, len(new))], hidden, runner.span)
+            position, new = position + len(new), [int(edges.head(hidden[-1:])[0].argmax())]
+            tokens += new
+        return tokens
+
+    def line(self) -> str:
+        """The row of the table."""
+        published, refusal = self.published, self.refusal
+        cells = [published.name, f"`{self._model_type}`", published.weights]
+        if refusal is None:
+            is_whole = all(runner.model.fused is not None for runner in self._chain[1])
+            cells += ["yes" if is_whole else "no", "1 block", "images" if published.vision is not None else ""]
+        else:
+            cells += ["", "", re.sub(r"^[^:]*: |; .*$", "", refusal)]
+        return f"| {' | '.join(cells)} |"
+
+
+def _prompt() -> list[int]:
+    drawn: list[int] = torch.randint(4, 256, (NUM_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7)).tolist()
+    return drawn
+
+
+def table_lines() -> list[str]:
+    """The lines of the page's table, without its two heading lines."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    first = lines.index(_HEADING) + 2
+    return lines[first : lines.index("", first)]
+
+
+def main() -> int:
+    made = []
+    for published in PUBLISHED:
+        with tempfile.TemporaryDirectory() as folder:
+            made.append(Row(published, Path(folder)).line())
+    page = PAGE.read_text(encoding="utf-8")
+    head = page.index(_HEADING)
+    start, end = page.index("\n", page.index("\n", head) + 1) + 1, page.index("\n\n", head) + 1
+    PAGE.write_text(page[:start] + "".join(f"{line}\n" for line in made) + page[end:], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
