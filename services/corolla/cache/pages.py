@@ -97,12 +97,31 @@ class PagePool:
 
     def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
         """Takes page ids within a promise, in as few runs as possible. Those that follow page `after` come first."""
-        pages = self._free.allocate(num_pages, after)
+        return self._allocate(num_pages, after, grows=False)
+
+    def _allocate(self, num_pages: int, after: int | None, *, grows: bool) -> list[int]:
+        pages = self._free.allocate(num_pages, after, grows=grows)
         for page in pages:
             self._num_holders[page] = 1
         self._num_used += num_pages
         self.version += 1
         return pages
+
+    def take(self, num_pages: int, after: int | None = None) -> list[int]:
+        """Promises pages for contents that come from elsewhere, and takes them. `give` ends both.
+
+        They follow page `after` where that is possible, and have room behind them for more of the same text.
+
+        Raises:
+            OutOfPages: fewer pages are available; nothing has changed.
+        """
+        self.promise(num_pages)
+        return self._allocate(num_pages, after, grows=True)
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Gives taken pages back, in the order of their text. Those that were added to the prefix cache stay there."""
+        self._num_promised -= len(pages)
+        self.release(pages)
 
     def share(self, pages: Sequence[int]) -> None:
         """Counts one more session that holds these pages."""
@@ -116,7 +135,11 @@ class PagePool:
             self._num_holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Counts one session less that holds these pages. The last pages of a text will be evicted before its first."""
+        """Counts one session less that holds these pages.
+
+        Pages of the prefix cache are then the last to be evicted, and a text's last pages before its first. The walk
+        over a text is short if its pages are released together, in their order.
+        """
         self.version += 1
         free: list[int] = []
         for page in reversed(pages):
@@ -125,23 +148,26 @@ class PagePool:
             self._num_holders[page] -= 1
             if not self._num_holders[page]:
                 self._num_used -= 1
-                if page in self._prefixes:
-                    self._prefixes.mark_unused(page)
-                else:
+                if not self._prefixes.mark_unused(page):
                     free.append(page)
-        self._free.release(free[::-1])
+        self._free.release(sorted(free))
         self._evict()
 
     def may_write(self, page: int) -> bool:
         """The page's only holder may write to it. Then the prefix cache forgets the page."""
         if self._num_holders[page] > 1:
             return False
-        self._prefixes.forget(page)
+        self._free.release(self._prefixes.forget(page))
         return True
 
-    def add_prefix(self, key: PrefixKey, page: int) -> None:
-        """Adds a whole page to the prefix cache. Its contents must not change while it is there."""
-        replaced = self._prefixes.add(key, page)
+    def add_prefix(self, key: PrefixKey, page: int, before: PrefixKey | None) -> None:
+        """Adds a whole page that is held to the prefix cache. Its contents must not change while it is there.
+
+        Args:
+            before: the key without whose page this one is of no use (`PrefixKeys`); if it is not there, nothing is
+                added.
+        """
+        replaced = self._prefixes.add(key, page, before)
         if replaced is not None:
             self._free.release([replaced])
 
@@ -156,4 +182,4 @@ class PagePool:
 
     def _evict(self) -> None:
         while self.num_cached > self.num_available:
-            self._free.release([self._prefixes.evict()])
+            self._free.release(self._prefixes.evict())

@@ -1,8 +1,8 @@
 """Remembers which page holds which part of a text's beginning. Pure: the pool owns the pages."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.page_hashes import HASH_BYTES
@@ -54,15 +54,59 @@ def salt_of(tenant: str, blocks: Span, adapter: AdapterVersion | None = None, *,
     return hashlib.blake2b(text, digest_size=HASH_BYTES).digest()
 
 
-class PrefixPages:
-    """Maps keys to pages, and lists the pages that no session uses, least recently used first.
+class PrefixKeys:
+    """Names the pages of texts, and says which page is of no use without which.
 
-    Invariant: a page has at most one key, a key has at most one page, and evictable pages have keys.
+    A whole page of a text has a part for each group of layers. The parts of groups without a window form one chain over
+    all pages of the text; a part with a window needs the other parts of its page.
+
+    Args:
+        windows: the window of each group; None for a group whose tokens see all earlier ones.
+    """
+
+    def __init__(self, windows: Sequence[int | None]) -> None:
+        self._whole = [group for group, window in enumerate(windows) if window is None]
+        self._windowed = [group for group, window in enumerate(windows) if window is not None]
+
+    @property
+    def groups(self) -> Sequence[int]:
+        """The groups in an order in which each needs only earlier ones."""
+        return (*self._whole, *self._windowed)
+
+    def of_page(self, salt: bytes, hashes: Sequence[bytes], index: int) -> Iterator[tuple[PrefixKey, PrefixKey | None]]:
+        """Yields the keys of page `index` in the order of `groups`, each with the key that it is of no use without."""
+        before = PrefixKey(salt, hashes[index - 1], self._whole[-1]) if index and self._whole else None
+        for group in self._whole:
+            key = PrefixKey(salt, hashes[index], group)
+            yield key, before
+            before = key
+        for group in self._windowed:
+            yield PrefixKey(salt, hashes[index], group), before if self._whole else None
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """The pages with one key: one page, or several that sessions hold."""
+
+    key: PrefixKey
+    before: "_Entry | None"
+    pages: list[int] = field(default_factory=list)
+    following: "dict[_Entry, None]" = field(default_factory=dict)
+
+
+class PrefixPages:
+    """Maps keys to pages, and orders the pages that no session uses: the next one to evict comes first.
+
+    Texts that were used least recently are evicted first, and each from its end.
+
+    Invariants: a page has at most one key; a key has one page, or several that sessions use; evictable pages have keys.
+    A key is only there together with the key that it is of no use without. An evictable page comes after those that are
+    of no use without it.
     """
 
     def __init__(self) -> None:
-        self._pages: dict[PrefixKey, int] = {}
-        self._keys: dict[int, PrefixKey] = {}
+        self._entries: dict[PrefixKey, _Entry] = {}
+        self._of_pages: dict[int, _Entry] = {}
         self._evictable: dict[int, None] = {}
 
     @property
@@ -70,51 +114,95 @@ class PrefixPages:
         return len(self._evictable)
 
     def __contains__(self, page: int) -> bool:
-        return page in self._keys
+        return page in self._of_pages
 
     def find(self, key: PrefixKey) -> int | None:
-        return self._pages.get(key)
+        entry = self._entries.get(key)
+        return None if entry is None else entry.pages[0]
 
-    def add(self, key: PrefixKey, page: int) -> int | None:
-        """Remembers the key of a page in use, unless the page has a key or another page in use has this key.
+    def add(self, key: PrefixKey, page: int, before: PrefixKey | None) -> int | None:
+        """Remembers the key of a page in use, unless the page has a key or the key `before` is not there.
 
         If an unused page has the key, the new page takes it over. The unused page could be evicted at any time, and
-        then nothing would find the cached pages that follow it in the text.
+        then nothing would find the pages that follow it in the text.
 
         Returns:
             The unused page that has lost the key; None if there was none, or if nothing was remembered.
         """
-        if page in self._keys:
+        if page in self._of_pages:
             return None
-        other = self._pages.get(key)
-        if other is not None:
-            if other not in self._evictable:
+        replaced = None
+        entry = self._entries.get(key)
+        if entry is None:
+            previous = None if before is None else self._entries.get(before)
+            if before is not None and previous is None:
                 return None
-            self.forget(other)
-        self._pages[key] = page
-        self._keys[page] = key
-        return other
+            entry = self._entries[key] = _Entry(key, previous)
+            if previous is not None:
+                previous.following[entry] = None
+        elif entry.pages[0] in self._evictable:
+            replaced = entry.pages.pop()
+            del self._of_pages[replaced], self._evictable[replaced]
+        entry.pages.append(page)
+        self._of_pages[page] = entry
+        return replaced
 
-    def forget(self, page: int) -> None:
-        """Forgets a page whose contents are about to change."""
-        key = self._keys.pop(page, None)
-        if key is not None:
-            del self._pages[key]
-            self._evictable.pop(page, None)
+    def forget(self, page: int) -> list[int]:
+        """Forgets a page whose contents are about to change, and all that nothing would find without it.
 
-    def mark_unused(self, page: int) -> None:
-        """Notes that no session uses the page any more, so that it may be evicted."""
+        Returns:
+            The other pages that no session uses and that are forgotten now.
+        """
+        entry = self._of_pages.pop(page, None)
+        if entry is None:
+            return []
+        self._evictable.pop(page, None)
+        entry.pages.remove(page)
+        if entry.pages:
+            return []
+        if entry.before is not None:
+            del entry.before.following[entry]
+        unused = []
+        lost = [entry]
+        while lost:
+            entry = lost.pop()
+            del self._entries[entry.key]
+            lost += entry.following
+            for each in entry.pages:
+                del self._of_pages[each]
+                if each in self._evictable:
+                    del self._evictable[each]
+                    unused.append(each)
+        return unused
+
+    def mark_unused(self, page: int) -> bool:
+        """Notes that no session uses the page any more, so that it may be evicted. Returns whether it is kept.
+
+        It is not kept without a key, or if a session uses another page with the same key. Unused pages that it is of no
+        use without are renewed with it.
+        """
+        entry = self._of_pages.get(page)
+        if entry is None:
+            return False
+        if len(entry.pages) > 1:
+            entry.pages.remove(page)
+            del self._of_pages[page]
+            return False
         self._evictable[page] = None
+        before = entry.before
+        while before is not None and before.pages[0] in self._evictable:
+            self._evictable[before.pages[0]] = self._evictable.pop(before.pages[0])
+            before = before.before
+        return True
 
     def mark_used(self, page: int) -> None:
         """Notes that a session uses the page again."""
         self._evictable.pop(page, None)
 
-    def evict(self) -> int:
-        """Forgets the least recently used of the pages that no session uses, and returns it."""
+    def evict(self) -> list[int]:
+        """Forgets the next page to evict, and returns it with the pages that nothing finds without it."""
         page = next(iter(self._evictable))
-        self.forget(page)
-        return page
+        return [page, *self.forget(page)]
 
 
 def longest_match(is_cached: Sequence[Sequence[bool]], num_needed: Sequence[int | None]) -> int:

@@ -21,12 +21,14 @@ class FreeRuns:
         """The number of ids in the set."""
         return self._num_ids
 
-    def allocate(self, num_ids: int, after: int | None = None) -> list[int]:
+    def allocate(self, num_ids: int, after: int | None = None, *, grows: bool = False) -> list[int]:
         """Removes ids in few runs, and returns them: the smallest run that is large enough, else the largest runs.
 
         Args:
             num_ids: how many ids to remove; the set must have as many.
             after: the ids that follow this id are taken first, because they continue the run of its holder.
+            grows: whether the holder will take more ids later, a few at a time. Then a new run of its own begins in the
+                middle of the largest one, so that holders who grow together do not take turns.
         """
         if num_ids > self._num_ids:
             raise ValueError(f"cannot take {num_ids} of {self._num_ids} free ids")
@@ -36,7 +38,10 @@ class FreeRuns:
         while len(taken) < num_ids:
             missing = num_ids - len(taken)
             best = bisect_left(self._by_size, (missing, 0))
-            start = self._by_size[min(best, len(self._by_size) - 1)][1]
+            size, start = self._by_size[-1 if grows else min(best, len(self._by_size) - 1)]
+            if grows and (skipped := min(size // 2, size - missing)) > 0:
+                self._split(start, start + skipped)
+                start += skipped
             taken += self._cut(start, missing)
         return taken
 
@@ -57,6 +62,13 @@ class FreeRuns:
         if cut < end:
             self._add(cut, end)
         return range(start, cut)
+
+    def _split(self, start: int, middle: int) -> None:
+        """Makes two runs of one, of which the second is about to be cut."""
+        end = self._ends[start]
+        self._remove(start, end)
+        self._add(start, middle)
+        self._add(middle, end)
 
     def _insert(self, start: int, end: int) -> None:
         if (before := self._starts.get(start)) is not None:

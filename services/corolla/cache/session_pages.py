@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final, Self
 
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import ExpectedText, PrefixKey, longest_match
+from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixKeys, longest_match
 from corolla.cache.tables import Copies, Extent, GroupRule, PageTable
 from corolla.chassis.errors import OutOfPages
 
@@ -32,6 +32,7 @@ class SessionPages:
         self.num_fixed_pages = num_fixed_pages
         self._num_fixed_promised = 0
         self._rules = tuple(rules)
+        self._keys = PrefixKeys([rule.window for rule in rules])
         self.num_unchanged_tokens = 0
         self.tables = tuple(PageTable(pool, rule) for rule in rules)
         self.num_tokens = 0
@@ -84,15 +85,12 @@ class SessionPages:
             raise ValueError(f"{self.num_tokens} tokens do not fit where {max_tokens} are reserved")
         wanted = [max(table.worst_case(max_tokens), table.num_written_pages(self.num_tokens)) for table in self.tables]
         num_fixed = self._fixed_pages(max_tokens)
-        num_more = sum(wanted) + num_fixed - self.num_pages
-        if num_more > 0:
-            self.pool.promise(num_more)
+        # Promises are taken back before the pages, or a full pool would evict what the session leaves.
+        self.pool.promise(sum(wanted) + num_fixed - self.num_pages)
         for table, num_pages in zip(self.tables, wanted, strict=True):
             table.num_promised = num_pages
             table.resize(max_tokens)
         self._num_fixed_promised = num_fixed
-        if num_more < 0:
-            self.pool.promise(num_more)
         self.num_reserved_tokens = max_tokens
 
     def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
@@ -109,8 +107,7 @@ class SessionPages:
         except OutOfPages:
             if was_empty and self.num_tokens:
                 self.num_tokens = 0
-                for table in self.tables:
-                    table.clear()
+                self._give_back()
             raise
         self._text, self._num_remembered, self._has_stepped = text, 0, False
 
@@ -186,9 +183,11 @@ class SessionPages:
         """Forgets all tokens and gives all pages back, the promised ones included."""
         self.num_tokens = self.num_unchanged_tokens = 0
         self._text = None
+        self.pool.promise(-self.num_pages)
         for table in self.tables:
-            table.clear()
-        self.reserve(0)
+            table.num_promised = 0
+        self._num_fixed_promised = self.num_reserved_tokens = 0
+        self._give_back()
 
     def fork(self) -> Self:
         """Returns a twin that holds the same tokens and pages, but has no pages promised.
@@ -228,10 +227,19 @@ class SessionPages:
     def _remember(self, text: ExpectedText, num_whole: int) -> None:
         num_whole = min(num_whole, len(text.hashes))
         for index in range(self._num_remembered, num_whole):
-            for group, table in enumerate(self.tables):
-                if (page := table.whole_page(index)) is not None:
-                    self.pool.add_prefix(PrefixKey(text.salt, text.hashes[index], group), page)
+            for key, before in self._keys.of_page(text.salt, text.hashes, index):
+                if (page := self.tables[key.group].whole_page(index)) is not None:
+                    self.pool.add_prefix(key, page, before)
         self._num_remembered = max(self._num_remembered, num_whole)
+
+    def _give_back(self) -> None:
+        """Gives all held pages back in the order of their text, so that none comes before one that it needs."""
+        tables = [self.tables[group] for group in self._keys.groups]
+        indices = range(min(table.first_index for table in tables), max(table.end_index for table in tables))
+        pages = (table.page(index) for index in indices for table in tables)
+        self.pool.release([page for page in pages if page is not None])
+        for table in tables:
+            table.drop()
 
     def _take_account(self, other: "SessionPages") -> None:
         self.num_tokens, self._text = other.num_tokens, other._text

@@ -73,6 +73,16 @@ class PageTable:
         return self._pages
 
     @property
+    def first_index(self) -> int:
+        """The index of the first page that is held, among the session's pages."""
+        return self._first
+
+    @property
+    def end_index(self) -> int:
+        """The index after that of the last page that is held."""
+        return self._first + len(self._pages)
+
+    @property
     def has_window(self) -> bool:
         """A sliding window frees the pages of old tokens."""
         return self._rule.num_kept_tokens is not None
@@ -126,11 +136,10 @@ class PageTable:
             self.clear()
         page_tokens = self._pool.page_tokens
         start, end = position // page_tokens, self._pool.pages_for(position + num_tokens)
-        held_end = self._first + len(self._pages)
-        if end > held_end:
+        if end > (held_end := self.end_index):
             self._num_wanted = max(self._num_wanted, end)
             self._fill()
-            if end > self._first + len(self._pages):
+            if end > self.end_index:
                 raise ValueError(f"a step of {num_tokens} tokens is longer than this cache was made for")
         held = range(start, min(end, held_end))
         shared = [index for index in held if not self._pool.may_write(self._pages[index - self._first])]
@@ -169,6 +178,10 @@ class PageTable:
     def clear(self) -> None:
         """Gives all pages back; the promise remains."""
         self._pool.release(self._pages)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets all pages, which the caller has given back."""
         self._set(0, [])
 
     def share(self, num_tokens: int) -> "PageTable":
@@ -185,7 +198,7 @@ class PageTable:
         `twin` is a table that `share` returned; it is empty afterwards.
         """
         twin._cut(self._pool.pages_for(num_tokens))
-        end = twin._first + len(twin._pages)
+        end = twin.end_index
         room = max(0, self.num_promised - len(twin._pages))
         start = end - self._first
         kept = self._pages[start : start + room] if start >= 0 else []
@@ -210,7 +223,7 @@ class PageTable:
             ValueError: the table does not hold all of them.
         """
         page_tokens = self._pool.page_tokens
-        if start < self.first_token or end > (self._first + len(self._pages)) * page_tokens:
+        if start < self.first_token or end > self.end_index * page_tokens:
             raise ValueError(f"positions [{start}, {end}) are not all held")
         runs = self._merged()
         if len(runs) == 1 and start < end:

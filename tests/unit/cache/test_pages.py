@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import ExpectedText
+from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixKeys
 from corolla.cache.session_pages import MAX_TOKENS, SessionPages
 from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import OutOfPages
@@ -51,7 +51,7 @@ class Held:
 
 
 class Pages(RuleBasedStateMachine):
-    """Opens, writes, rolls back, forks, shares, parks and closes in any order."""
+    """Opens, writes, rolls back, forks, shares, stores, parks and closes in any order."""
 
     @initialize(rules=RULES)
     def begin(self, rules: tuple[GroupRule, ...]) -> None:
@@ -59,6 +59,8 @@ class Pages(RuleBasedStateMachine):
         self.pool = PagePool(NUM_PAGES, PAGE_TOKENS)
         self.held: list[Held] = []
         self.contents: dict[int, Token] = {}
+        self.keys = PrefixKeys([rule.window for rule in rules])
+        self.named: set[tuple[bytes, tuple[bytes, ...]]] = set()
 
     def some(self, data: st.DataObject) -> Held:
         return data.draw(st.sampled_from(self.held))
@@ -79,6 +81,7 @@ class Pages(RuleBasedStateMachine):
         assert session.pages.num_tokens % PAGE_TOKENS == 0
         assert session.pages.num_tokens < len(text or []) or not session.pages.num_tokens
         if text is not None:
+            self.named.add((tenant.encode(), hashes_of(text)))
             session.text = [(tenant + name, index) for name, index in text]
             session.tokens = session.text[: session.pages.num_tokens]
         self.held.append(session)
@@ -130,8 +133,28 @@ class Pages(RuleBasedStateMachine):
         if len(tenants) == 1:
             held = len(session.tokens)
             described = [(name[1:], index) for name, index in session.tokens + session.text[held : held + num_more]]
-            session.pages.set_page_hashes(tenants.pop().encode(), hashes_of(described))
+            salt = tenants.pop().encode()
+            self.named.add((salt, hashes_of(described)))
+            session.pages.set_page_hashes(salt, hashes_of(described))
             session.text = list(session.tokens)
+
+    @rule(text=st.sampled_from(TEXTS), tenant=st.sampled_from("tu"), num_together=st.integers(1, 3))
+    def store(self, text: list[Token], tenant: str, num_together: int) -> None:
+        """Stores pages that no session computed here, a few at a time, as long as there is room."""
+        salt, hashes = tenant.encode(), hashes_of(text)
+        self.named.add((salt, hashes))
+        for first in range(0, len(hashes), num_together):
+            indices = range(first, min(len(hashes), first + num_together))
+            stored = [(index, names) for index in indices for names in self.keys.of_page(salt, hashes, index)]
+            if len(stored) > self.pool.num_available:
+                return
+            pages = self.pool.take(len(stored))
+            for page, (index, (key, before)) in zip(pages, stored, strict=True):
+                for offset in range(PAGE_TOKENS):
+                    name, number = text[index * PAGE_TOKENS + offset]
+                    self.contents[page * PAGE_TOKENS + offset] = tenant + name, number
+                self.pool.add_prefix(key, page, before)
+            self.pool.give(pages)
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(data=st.data())
@@ -186,6 +209,18 @@ class Pages(RuleBasedStateMachine):
             for table in each.pages.tables:
                 assert table.num_pages <= table.num_promised
 
+    @invariant()
+    def cached_pages_are_found_with_those_that_they_need(self) -> None:
+        found: dict[int, PrefixKey] = {}
+        for salt, hashes in getattr(self, "named", ()):
+            for index in range(len(hashes)):
+                for key, before in self.keys.of_page(salt, hashes, index):
+                    if (page := self.pool.find_prefix(key)) is not None:
+                        assert found.setdefault(page, key) == key, "a page has one name"
+                        assert before is None or self.pool.find_prefix(before) is not None
+        if hasattr(self, "pool"):
+            assert self.pool.num_cached == sum(not self.pool.holders[page] for page in found)
+
     def numbers(self) -> tuple[int, ...]:
         pool = self.pool
         return pool.num_used, pool.num_reserved, pool.num_available
@@ -201,7 +236,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=160, stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(1, 1000), st.integers(1, 64), st.integers(0, 10_000))
@@ -261,6 +296,76 @@ def test_a_text_that_was_computed_again_is_as_new_in_all_groups() -> None:
     assert pool.num_cached == 8
     evict(2)
     assert opened(text).num_tokens == 6
+
+
+def kept(pool: PagePool, name: str, num_pages: int, *, together: int = 1) -> tuple[bytes, ...]:
+    """Stores a text's pages as they come from elsewhere, and gives their digests."""
+    hashes = hashes_of([(name, index) for index in range(num_pages * PAGE_TOKENS)])
+    for first in range(0, num_pages, together):
+        stored = range(first, min(num_pages, first + together))
+        pages = pool.take(len(stored))
+        for index, page in zip(stored, pages, strict=True):
+            for key, before in PrefixKeys([None]).of_page(b"t", hashes, index):
+                pool.add_prefix(key, page, before)
+        pool.give(pages)
+    return hashes
+
+
+def num_kept(pool: PagePool, hashes: tuple[bytes, ...]) -> int:
+    return sum(pool.find_prefix(PrefixKey(b"t", each, 0)) is not None for each in hashes)
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.data())
+def test_the_text_that_was_met_last_is_evicted_last_and_each_from_its_end(
+    num_pages: int, together: int, data: st.DataObject
+) -> None:
+    pool = PagePool(3 * num_pages + 1, PAGE_TOKENS)
+    older, newer = (kept(pool, name, num_pages, together=together) for name in "ab")
+    if data.draw(st.booleans(), label="the older text is met again"):
+        session = SessionPages(pool, [GroupRule()])
+        num_tokens = num_pages * PAGE_TOKENS + 1
+        session.allocate(num_tokens, ExpectedText(b"t", older, num_tokens))
+        assert session.num_tokens == num_tokens - 1
+        session.clear()
+        older, newer = newer, older
+    num_evicted = data.draw(st.integers(0, 2 * num_pages))
+    pool.promise(num_pages + 1 + num_evicted)
+    num_left = max(0, num_pages - num_evicted), min(num_pages, 2 * num_pages - num_evicted)
+    for hashes, num_first in zip((older, newer), num_left, strict=True):
+        assert num_kept(pool, hashes) == num_kept(pool, hashes[:num_first]) == num_first
+
+
+def test_a_session_that_had_all_pages_leaves_its_text() -> None:
+    pool = PagePool(5, PAGE_TOKENS)
+    session = SessionPages(pool, [GroupRule()])
+    session.allocate(15, ExpectedText(b"t", hashes_of(LONG[0]), 15))
+    session.make_writable(0, 10)
+    session.commit(10)
+    session.reserve(10)
+    assert (pool.num_used, pool.num_cached) == (4, 0)
+    session.clear()
+    assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 3, 2)
+
+
+def test_two_sessions_that_compute_one_text_leave_it_once() -> None:
+    """The pages of the one that ends first would be evicted, and then nothing would find those of the other."""
+    pool = PagePool(16, PAGE_TOKENS)
+    text = LONG[0]
+    longer, shorter = SessionPages(pool, [GroupRule()]), SessionPages(pool, [GroupRule()])
+    for session, num_tokens in ((shorter, 6), (longer, 15)):
+        session.allocate(num_tokens, ExpectedText(b"t", hashes_of(text), len(text)))
+    for session, num_tokens in ((shorter, 6), (longer, 15)):
+        session.make_writable(0, num_tokens)
+        session.commit(num_tokens)
+    shorter.clear()
+    assert (pool.num_used, pool.num_cached) == (5, 0)
+    pool.promise(11)
+    longer.clear()
+    assert pool.num_cached == 5
+    pool.promise(3)
+    assert pool.num_cached == 2
+    pool.promise(-14)
+    assert num_kept(pool, hashes_of(text)) == num_kept(pool, hashes_of(text)[:2]) == 2
 
 
 class ComparedPage(int):

@@ -21,7 +21,8 @@ def test_ids_are_given_once_and_in_as_few_runs_as_there_can_be(data: st.DataObje
         elif free:
             count = data.draw(st.integers(1, len(free)))
             sizes = sorted((len(run) for run in maximal_runs(free)), reverse=True)
-            taken = runs.allocate(count)
+            grows: bool = data.draw(st.booleans())
+            taken = runs.allocate(count, grows=grows)
             assert len(taken) == len(set(taken)) == count
             assert set(taken) <= free
             needed = next(number for number in range(1, len(sizes) + 1) if sum(sizes[:number]) >= count)
@@ -57,3 +58,12 @@ def test_the_id_after_the_last_one_is_preferred() -> None:
     runs.release([2])
     assert runs.allocate(3, after=4) == [5, 6, 7]
     assert runs.allocate(3, after=1) == [2, 8, 9]
+
+
+def test_holders_that_grow_together_have_runs_of_their_own() -> None:
+    runs = FreeRuns(64)
+    held: list[list[int]] = [[], [], [], []]
+    for _ in range(8):
+        for ids in held:
+            ids += runs.allocate(1, after=ids[-1] if ids else None, grows=True)
+    assert [num_runs(ids) for ids in held] == [1] * 4
