@@ -148,7 +148,7 @@ def _no_quarantine(right: Any, self: Routes, chain: Any, lost: Any, num_tokens: 
 def _others_prefix(right: Any, self: PrefixPages, key: Any) -> int | None:
     """The beginning of any text is taken for that of any other."""
     found: int | None = right(self, key)
-    others = (page for known, page in self._pages.items() if known.group == key.group)
+    others = (entry.pages[0] for known, entry in self._entries.items() if known.group == key.group)
     return found if found is not None else next(others, None)
 
 
