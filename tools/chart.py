@@ -137,6 +137,7 @@ _BY_PATH: Final[dict[str, Schema]] = {
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "model.dtype": {"enum": ["", "float32", "bfloat16", "float16"]},
     "model.kvCacheDtype": {"enum": ["auto", "fp8", "int8"]},
+    "redis.external.sentinelPort": {"type": "integer", "minimum": 0, "maximum": 65535},
     "model.quantization": {"enum": ["none", "int8", "int4", "packed"]},
     "tracing.endpoint": {"type": "string", "pattern": r"^(https?://[^/\s]+)?$"},
     "tracing.sampleRatio": {"type": "number", "minimum": 0, "maximum": 1},

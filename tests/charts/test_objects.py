@@ -561,6 +561,7 @@ def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
     env = {each["name"]: each for each in pod_specs(objects)["rel-corolla-router"]["containers"][0]["env"]}
     assert env["COROLLA_REDIS_URL"]["valueFrom"]["secretKeyRef"] == {"name": "redis-address", "key": "url"}
     assert "COROLLA_REDIS_PASSWORD" not in env
+    assert {("any", 6380), ("any", 26380)} <= admitted(objects, "router", "egress")
 
 
 PASSWORD: Final = "a/b@c:d#e%2F \"f\\g'h$i`"

@@ -120,8 +120,14 @@ class Swarm:
         # All run in this process: one that is held up must not take a Redis that lives for one that does not.
         patience: dict[str, Any] = {} if self._own_redis else {"redis_timeout_ms": 5000}
         settings = RouterSettings(
-            redis_url=SecretStr(self.redis_url),
-            **{"port": 0, **_HERE, **patience, "tls_dir": self._tls_dir(Role.ROUTER, 1), **self._router_settings},
+            **{
+                "redis_url": SecretStr(self.redis_url),
+                "port": 0,
+                **_HERE,
+                **patience,
+                "tls_dir": self._tls_dir(Role.ROUTER, 1),
+                **self._router_settings,
+            }
         )
         self.router = RouterProcess(settings, intervals=self._intervals)
         await self.router.start()

@@ -160,7 +160,7 @@ def check_retryable(error: CorollaError) -> None:
     assert error.retry_after_s, error.reason
 
 
-def _after(event: asyncio.Event, commit: Callable[[Turn], Awaitable[None]]) -> Callable[[Turn], Awaitable[None]]:
+def after(event: asyncio.Event, commit: Callable[[Turn], Awaitable[None]]) -> Callable[[Turn], Awaitable[None]]:
     async def waiting(turn: Turn) -> None:
         await event.wait()
         await commit(turn)
@@ -174,7 +174,7 @@ async def test_running_answers_do_not_notice_a_control_plane_outage_and_routes_c
 ) -> None:
     # A turn that ended before the fault would be lost with Redis's memory, and rightly so.
     is_faulty = asyncio.Event()
-    monkeypatch.setattr(Turn, "commit", _after(is_faulty, Turn.commit))
+    monkeypatch.setattr(Turn, "commit", after(is_faulty, Turn.commit))
     is_faulty.set()
     async with swarm_with_router_of_its_own(tmp_path, model) as swarm, swarm.connect() as client:
         num_tokens = 400

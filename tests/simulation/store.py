@@ -272,8 +272,8 @@ class SimulatedStore(Store):
         self._redis = redis
         super().__init__("redis://simulated", timeout_s, metrics)
 
-    def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
-        return cast(Redis, _Client(self._redis, timeout_s, retry.get_retries()))
+    def _connect(self, url: str, answer_s: float | None, retry: Retry) -> Redis:
+        return cast(Redis, _Client(self._redis, answer_s, retry.get_retries()))
 
 
 class _Client:

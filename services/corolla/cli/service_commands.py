@@ -37,7 +37,7 @@ def router(
     context: typer.Context,
     port: Port = None,
     host: Host = None,
-    redis_url: Annotated[str | None, _option("Redis that holds all state.")] = None,
+    redis_url: Annotated[str | None, _option("Redis that holds all state, or its Sentinels.")] = None,
     metrics_port: MetricsPort = None,
     log_level: LogLevel = None,
     settings: Settings = False,

@@ -53,7 +53,11 @@ def up(
     ] = None,
     redis_url: Annotated[
         str | None,
-        typer.Option(envvar="COROLLA_REDIS_URL", help="Address of a running Redis.", show_default="start one"),
+        typer.Option(
+            envvar="COROLLA_REDIS_URL",
+            help="Address of a running Redis or its Sentinels.",
+            show_default="start one",
+        ),
     ] = None,
     dtype: Annotated[
         DtypeOption | None, typer.Option(help="Type of weights and cache.", show_default="float32; bfloat16 on GPUs")

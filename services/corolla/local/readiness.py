@@ -1,12 +1,13 @@
 """Finds out whether a process serves, by its gRPC health or Redis's answer to a ping."""
 
+import asyncio
 from typing import Any
 
 import grpc
-import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corolla.chassis.errors import CorollaError, Unauthenticated
+from corolla.router.redis_address import answers
 from corolla.sdk.client import Client
 from corolla.v1 import router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
@@ -67,10 +68,4 @@ def knows_a_chain(client_address: str) -> bool:
 
 def redis_answers(url: str) -> bool:
     """Raises ValueError if the address is not valid for Redis."""
-    connection = redis.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S)
-    try:
-        return bool(connection.ping())
-    except redis.RedisError:
-        return False
-    finally:
-        connection.close()
+    return asyncio.run(answers(url, _TIMEOUT_S))

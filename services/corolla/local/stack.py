@@ -262,8 +262,8 @@ class Stack:
     def _check_given_redis(self, url: str) -> None:
         try:
             answers = readiness.redis_answers(url)
-        except ValueError:
-            raise StartupError("the address of Redis is not valid; write redis://host:port/number") from None
+        except ValueError as failure:
+            raise StartupError(f"--redis-url is {failure}") from None
         if not answers:
             raise StartupError("Redis does not answer at the given address; start it, or leave --redis-url out")
 

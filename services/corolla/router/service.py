@@ -197,6 +197,7 @@ class RouterProcess:
         """Shows the store's state in the gauges, for ever. Its snapshots also remove servers with expired leases."""
         shown: set[str] = set()
         while True:
+            await self._store.follow_primary()
             with suppress(CorollaError):
                 async for roster in self._registry.rosters():
                     num_sessions = await self._sessions.count(roster.model)
@@ -215,10 +216,12 @@ class RouterProcess:
         while True:
             try:
                 await self._store.check()
-            except StoreUnavailable:
+            except StoreUnavailable as error:
                 self._metrics.store_up.set(0)
                 if not has_logged:
-                    log.warning("waiting for Redis; the router serves nothing until it answers")
+                    log.warning(
+                        "waiting for Redis; the router serves nothing until it answers", extra={"cause": error.message}
+                    )
                 has_logged = True
                 await asyncio.sleep(self._intervals.relist_s)
             else:

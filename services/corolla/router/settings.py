@@ -33,7 +33,8 @@ class RouterSettings(ServiceSettings):
     port: int = Field(50050, ge=0, le=65535, description="Port of RouterService; 0 takes a free one.")
     redis_url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="Address of Redis 6.2 or later: redis://, rediss:// or unix://, with user and password if needed.",
+        description="Address of Redis 6.2 or later, with user and password if needed: redis://, rediss:// or unix://, "
+        "or redis+sentinel://host1,host2,host3/service of Sentinels that know the primary.",
     )
     redis_password: SecretStr = Field(
         SecretStr(""), description="Password of Redis, unless the address has one; nothing in it has to be escaped."

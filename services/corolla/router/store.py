@@ -9,15 +9,16 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum
 from functools import cache
 from importlib import resources
 from typing import Any, Final
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import (
@@ -35,6 +36,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import InternalError, StartupError, StoreUnavailable
 from corolla.router.metrics import RouterMetrics
+from corolla.router.redis_address import connect, follow_primary
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,6 @@ def code_of(error: Exception) -> str:
     return code or ""
 
 
-MOST_CONNECTIONS: Final = 64
 _NUM_RETRIES: Final = 1
 _MAX_SILENCES: Final = 2
 _REST_S: Final = 0.5
@@ -115,6 +116,7 @@ _MOST_LOGGED: Final = 1000
 _PROBE_KEY: Final = "corolla:writable"
 _PROBE_MS: Final = 1000
 _UNAVAILABLE: Final = "the store does not answer, or is not ready"
+_NO_PRIMARY: Final = "no Sentinel that answers knows a primary of this service; check its name, and the passwords"
 _REFUSALS: Final = {
     RedisFailure.FULL: "the store has no memory left for this, until sessions end or Redis gets more memory",
     RedisFailure.NO_WRITES: "the store accepts no writes at the moment, because Redis cannot save or replicate them",
@@ -126,6 +128,16 @@ def key_prefix(model: str) -> str:
     return f"corolla:{{{model}}}:"
 
 
+@contextmanager
+def _cancellable() -> Iterator[None]:
+    """Raises a cancellation that redis-py has lost: before Python 3.12, its `asyncio.wait_for` may do so."""
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > num_cancels:
+        raise asyncio.CancelledError
+
+
 @cache
 def script_text(name: str) -> str:
     folder = resources.files("corolla.router") / "scripts"
@@ -133,13 +145,13 @@ def script_text(name: str) -> str:
 
 
 class Store:
-    """A Redis server.
+    """A Redis server, or the primary that Sentinels name.
 
     Every method raises StoreUnavailable when Redis refuses, or twice does not answer within `timeout_s`. A script may
     have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
     once, except one every half second, so that requests do not queue up behind a frozen Redis. `failure_of` says
     which errors of Redis count as such: after one of them the next calls connect anew, and so reach the new primary
-    that another server may have become behind the same name.
+    that another server may have become, behind the same name or by the word of Sentinels.
 
     A key that cannot be read, such as one of another type, is not an outage: methods then raise InternalError.
 
@@ -170,25 +182,11 @@ class Store:
             self._client = self._connect(url, timeout_s, Retry(NoBackoff(), _NUM_RETRIES, _WORTH_A_RETRY))
             # A wait for a change takes longer than `timeout_s`. The caller repeats it, so this client does not.
             self._waiting = self._connect(url, None, Retry(NoBackoff(), 0))
-        except (ValueError, TypeError, RedisError):
-            raise StartupError(
-                "COROLLA_REDIS_URL is not a Redis address; write it like redis://:password@host:6379/0"
-            ) from None
+        except ValueError as failure:
+            raise StartupError(f"COROLLA_REDIS_URL is {failure}") from None
 
-    def _connect(self, url: str, timeout_s: float | None, retry: Retry) -> Redis:
-        pool: BlockingConnectionPool = BlockingConnectionPool.from_url(
-            url,
-            # A password in the address takes precedence over this one.
-            password=self._password or None,
-            max_connections=MOST_CONNECTIONS,
-            timeout=self._timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=self._timeout_s,
-            retry=retry,
-        )
-        # This finds an invalid address now, not at the first call.
-        pool.make_connection()  # type: ignore[no-untyped-call]
-        return Redis(connection_pool=pool)
+    def _connect(self, url: str, answer_s: float | None, retry: Retry) -> Redis:
+        return connect(url, retry, timeout_s=self._timeout_s, answer_s=answer_s, password=self._password)
 
     async def check(self) -> None:
         """Checks that Redis answers.
@@ -207,7 +205,13 @@ class Store:
                     raise StartupError(
                         "Redis refused the login; correct the user, password and database in COROLLA_REDIS_URL"
                     ) from None
-            raise StoreUnavailable(_UNAVAILABLE) from None
+            raise StoreUnavailable(_NO_PRIMARY if isinstance(error, MasterNotFoundError) else _UNAVAILABLE) from None
+
+    async def follow_primary(self) -> None:
+        """Goes on at the primary that Sentinels name now, if they name one."""
+        for client in (self._client, self._waiting):
+            with _cancellable(), suppress(*_FAILURES):
+                await follow_primary(client)
 
     async def call(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
         """Calls the script `scripts/<name>.lua` on a model's keys and returns its reply."""
@@ -265,18 +269,14 @@ class Store:
         clock = asyncio.get_running_loop().time
         if not is_wait and not self._breaker.admits(clock()):
             raise StoreUnavailable(_UNAVAILABLE)
-        task = asyncio.current_task()
-        num_cancels = task.cancelling() if task else 0
         failure: RedisFailure | None = None
-        try:
-            yield
-        except _FAILURES as error:
-            failure = await self._examined(error)
-        if failure is None and self._failure is not None:
-            await self._probe()
-        # redis-py uses asyncio.wait_for, which before Python 3.12 loses a cancellation that comes with the result.
-        if task and task.cancelling() > num_cancels:
-            raise asyncio.CancelledError
+        with _cancellable():
+            try:
+                yield
+            except _FAILURES as error:
+                failure = await self._examined(error)
+            if failure is None and self._failure is not None:
+                await self._probe()
         if failure is None or failure in ANSWERED:
             self._breaker.succeeded()
         elif not is_wait:

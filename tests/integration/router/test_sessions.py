@@ -86,21 +86,18 @@ async def test_a_tenant_has_so_many_sessions_and_no_more(start_router: StartRout
     await sessions[3].create()
 
 
-async def test_sessions_that_have_expired_do_not_count(start_router: StartRouter, model: str) -> None:
+async def test_sessions_that_have_expired_do_not_count_unless_a_turn_keeps_them(
+    start_router: StartRouter, model: str
+) -> None:
     router = await start_router(max_tenant_sessions=1)
-    await Session(router, model).create(ttl_ms=4000)
-    assert (await refusal(Session(router, model).create())).reason == "QUOTA_EXCEEDED"
+    idle, busy = Session(router, model, "idle"), Session(router, model, "busy")
+    for each in (idle, busy):
+        await each.create(ttl_ms=4000)
+        assert (await refusal(Session(router, model, each.tenant).create())).reason == "QUOTA_EXCEEDED"
+    await busy.begin("turn")
     await asyncio.sleep(4.1)
-    await Session(router, model).create()
-
-
-async def test_a_turn_keeps_its_session_among_those_that_count(start_router: StartRouter, model: str) -> None:
-    router = await start_router(max_tenant_sessions=1)
-    session = Session(router, model)
-    await session.create(ttl_ms=4000)
-    await session.begin("turn")
-    await asyncio.sleep(4.1)
-    assert (await refusal(Session(router, model).create())).reason == "QUOTA_EXCEEDED"
+    await Session(router, model, idle.tenant).create()
+    assert (await refusal(Session(router, model, busy.tenant).create())).reason == "QUOTA_EXCEEDED"
 
 
 @pytest.fixture

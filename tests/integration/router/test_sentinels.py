@@ -1,0 +1,62 @@
+"""Sentinels name the primary: a router goes on at the one that takes the place of a lost one."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+from redis.asyncio import Redis
+
+from corolla.router.redis_address import answers
+from tests.integration.router.conftest import BlockServer, StartRouter
+from tests.integration.router.test_outages import names
+from tests.integration.router.test_sessions import TURN, Session
+from tests.integration.waiting import until
+from tests.sentinels import WatchedRedis
+
+
+async def test_sessions_and_placement_outlive_the_primary(
+    start_router: StartRouter, tmp_path: Path, model: str
+) -> None:
+    with WatchedRedis(tmp_path) as redis:
+        assert await answers(redis.url, timeout_s=5)
+        router = await start_router(redis_url=redis.url)
+        server, session = BlockServer(router, model, capacity_blocks=30), Session(router, model)
+        await server.join()
+        await session.create()
+        begun = await session.begin("1")
+        await session.end("1", epoch=begun.epoch, store_id=begun.store_id, **TURN)
+        redis.kill(await redis.primary())
+
+        async def is_written() -> bool:
+            try:
+                await session.begin("2")
+            except grpc.aio.AioRpcError:
+                return False
+            return True
+
+        await until(is_written)
+        record = await session.get()
+        assert list(record.token_log) == TURN["token_log"]
+        assert record.store_id == begun.store_id
+        assert await names(router, model) == {server.server_id}
+
+
+async def test_a_router_leaves_a_primary_that_has_been_replaced_and_still_takes_writes(
+    start_router: StartRouter, tmp_path: Path, model: str
+) -> None:
+    """What it wrote there would be lost as soon as the Sentinels make a replica of it."""
+    with WatchedRedis(tmp_path) as redis:
+        router = await start_router(redis_url=redis.url)
+        before = Session(router, model)
+        await before.create()
+        # These leave more connections than the router uses below; a new one would ask the Sentinels anyway.
+        await asyncio.gather(*(before.get() for _ in range(16)))
+        async with Redis.from_url((await redis.replace()).url) as new:
+
+            async def is_written_there() -> bool:
+                session = Session(router, model)
+                await session.create()
+                return bool([key async for key in new.scan_iter(f"*:session:{session.session_id}")])
+
+            await until(is_written_there)
+        await before.begin("1")
