@@ -175,6 +175,9 @@ class SimulatedRedis:
     def _hgetall(self, key: bytes) -> list[bytes]:
         return [part for pair in (self._find(key) or {}).items() for part in pair]
 
+    def _hkeys(self, key: bytes) -> list[bytes]:
+        return list(self._find(key) or {})
+
     def _hset(self, key: bytes, *parts: bytes) -> int:
         values = self._made(key, dict)
         before = len(values)
@@ -229,8 +232,13 @@ class SimulatedRedis:
 
     def _zrangebyscore(self, key: bytes, least: bytes, most: bytes, *limit: bytes) -> list[bytes]:
         scores = self._find(key) or {}
-        found = sorted((score, member) for member, score in scores.items() if float(least) <= score <= float(most))
-        first, count = int(limit[1]), int(limit[2])
+        bound = float(most.removeprefix(b"("))
+        found = sorted(
+            (score, member)
+            for member, score in scores.items()
+            if float(least) <= score <= bound and not (score == bound and most.startswith(b"("))
+        )
+        first, count = map(int, limit[1:] or (0, -1))
         return [member for _, member in found[first:][: count if count >= 0 else None]]
 
     def _zscore(self, key: bytes, member: bytes) -> Any:
@@ -250,6 +258,10 @@ class SimulatedRedis:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         return b"%d-%d" % entries[-1][0]
+
+    def _xrange(self, key: bytes, first: bytes, _last: bytes) -> list[Any]:
+        entries = self._find(key) or []
+        return [[b"%d-%d" % name, list(fields)] for name, fields in entries if name >= _entry_id(first)]
 
     def _xrevrange(self, key: bytes, *_range: bytes) -> list[Any]:
         entries = self._find(key) or []

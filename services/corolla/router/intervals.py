@@ -11,6 +11,7 @@ class RouterIntervals:
     Attributes:
         relist_s: The time between two readings of an unchanged placement. The router hears of changes at once; this
             interval bounds how late it notices an expired lease, and is far shorter than a lease.
+        read_whole_s: The time between two readings of a whole placement. In between, a router reads what changed.
         settle_s: How long all servers must be ready, and a move must be the best one, before the router orders the
             move. Servers that start together are ready within this time.
         between_moves_s: The time between a move and another one that only makes blocks faster. It is longer than most
@@ -22,6 +23,7 @@ class RouterIntervals:
     """
 
     relist_s: float = 0.5
+    read_whole_s: float = 5.0
     settle_s: float = 2.0
     between_moves_s: float = 60.0
     list_pods_s: float = 30.0

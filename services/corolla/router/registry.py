@@ -3,11 +3,9 @@
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
-
-from google.protobuf.message import DecodeError
+from typing import Any, Final
 
 from corolla.chassis.errors import (
     AdapterNotFound,
@@ -19,20 +17,19 @@ from corolla.chassis.errors import (
     SpanRefused,
     StoreUnavailable,
 )
+from corolla.router.intervals import USUAL_INTERVALS
+from corolla.router.mirror import Mirror, parsed
 from corolla.router.placement import choose_span
 from corolla.router.rebalancing import Move
-from corolla.router.roster import Roster, end_blocks_of, memory_of, sort_servers
+from corolla.router.roster import Roster, end_blocks_of, memory_of
 from corolla.router.settings import ExpectedModel
 from corolla.router.store import Store
-from corolla.router.validation import check, check_expected, check_placed
+from corolla.router.validation import check_expected
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
-from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
-
-Read = TypeVar("Read")
 
 MOST_ATTEMPTS: Final = 100
 _LONGEST_PAUSE_S: Final = 0.01
@@ -44,7 +41,6 @@ _MOVE_TTL_MS: Final = 60_000
 _DOUBTED_MS: Final = 600_000
 MOST_ADAPTERS: Final = 512
 """The greatest number of a model's adapters; each pushed placement contains all of them."""
-_DIGEST_CHARS: Final = 64
 _OTHER_AT_ADDRESS: Final = (
     "another server registered this address; give this server another address or stop the other one"
 )
@@ -56,18 +52,27 @@ class Registry:
     Args:
         models: The only models whose servers may join; empty: any. Servers that have joined stay, so while a release
             changes from one model to another, servers of both are present.
+        read_whole_s: How often to read a whole placement, not only what changed.
     """
 
-    def __init__(self, store: Store, lease_ms: int, models: Mapping[str, ExpectedModel] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        store: Store,
+        lease_ms: int,
+        models: Mapping[str, ExpectedModel] = MappingProxyType({}),
+        read_whole_s: float = USUAL_INTERVALS.read_whole_s,
+    ) -> None:
         self._store = store
         self._lease_ms = lease_ms
+        self._read_whole_s = read_whole_s
+        self._mirrors: dict[str, Mirror] = {}
         self._models = models
         self._choosing: dict[str, asyncio.Lock] = {}
 
     async def register(self, server: pb.ServerDescription, wanted: Span | None, workload: str = "") -> Span:
         """Gives `server` a span and a lease; it replaces an earlier server at its address.
 
-        The method chooses the span on a snapshot, and commits it only if the placement has not changed since; else it
+        The method chooses the span on a snapshot, and commits it only if no span or speed has changed since; else it
         chooses again. So two servers never get the same gap, even from different routers.
 
         Args:
@@ -87,7 +92,7 @@ class Registry:
     ) -> Span:
         check_expected(server, self._models)
         await self._store.remember_model(server.model)
-        # Registrations of a model at one router wait for each other; between routers, the placement's version decides.
+        # Registrations of a model at one router wait for each other; between routers, the store decides.
         async with self._choosing.setdefault(server.model, asyncio.Lock()):
             for attempt in range(MOST_ATTEMPTS):
                 roster = await self.snapshot(server.model)
@@ -109,13 +114,14 @@ class Registry:
         reply = await self._store.call(
             "register",
             server.model,
-            str(roster.version),
             server.server_id,
             server.address,
             description.SerializeToString(),
             lease,
             server.num_model_blocks,
             workload,
+            str(roster.version),
+            roster.last_change,
         )
         _check_theirs(reply)
         return bool(reply == 1)
@@ -146,7 +152,7 @@ class Registry:
             await self._place(beat.server, Span.from_message(beat.span), lease, workload, replaces=False)
         if not isinstance(reply, bytes):
             return None
-        return self._read("order", beat.model, b"", reply, lambda data: Span.parse(data.decode()))
+        return parsed(self._store, "order", beat.model, b"", reply, lambda data: Span.parse(data.decode()))
 
     async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
         """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
@@ -192,34 +198,20 @@ class Registry:
         """Removes a server at once; ignores an unknown one. Raises AddressNotYours for another workload's server."""
         _check_theirs(await self._store.call("deregister", model, server_id, workload))
 
-    async def snapshot(self, model: str, *, with_adapters: bool = False) -> Roster:
-        """Returns the servers with valid leases. It removes those whose leases have ended, which is a change.
+    async def snapshot(self, model: str) -> Roster:
+        """Returns the servers with valid leases. It removes those whose leases have ended, which is a change."""
+        # A model that the store does not know leaves nothing behind, because callers may ask for any name.
+        mirror = self._mirrors.setdefault(model, Mirror(model, self._store, self._lease_ms, self._read_whole_s))
+        try:
+            return await mirror.read()
+        finally:
+            if not mirror.is_in_use and self._mirrors.get(model) is mirror:
+                del self._mirrors[model]
 
-        Args:
-            with_adapters: Whether to read the adapters, too. There may be many, and no chain depends on them.
-        """
-        roster, _ = await self.snapshot_for(model, "", with_adapters=with_adapters)
-        return roster
-
-    async def snapshot_for(
-        self, model: str, session_id: str, *, with_adapters: bool = False
-    ) -> tuple[Roster, common_pb2.Chain | None]:
-        """Returns the servers and, from the same transaction, the chain to which a session is pinned, if any."""
-        version, num_blocks, last_change, records, pinned, adapters, removed = await self._store.call(
-            "snapshot", model, session_id, self._lease_ms, int(with_adapters)
-        )
-        servers = self._read_all("server", model, records, lambda data: check_placed(pb.PlacedServer.FromString(data)))
-        known = self._read_all("adapter", model, adapters, _adapter)
-        gone = self._read_all("adapter", model, [each for key in sorted(removed[::2]) for each in (key, key)], _removed)
-        if not num_blocks.isdigit() or len(num_blocks) > 4:
-            num_blocks = 0
-        # This is at least the number that the servers report, even if the store's number is wrong.
-        num_blocks = max([int(num_blocks), *(each.server.num_model_blocks for each in servers)])
-        roster = Roster(
-            model, int(version), num_blocks, sort_servers(servers), last_change.decode(),
-            tuple(sorted(known, key=lambda each: each.version.name)), tuple(gone),
-        )  # fmt: skip
-        return roster, self._read("chain", model, b"", pinned, common_pb2.Chain.FromString) if pinned else None
+    async def pinned_chain(self, model: str, session_id: str) -> common_pb2.Chain | None:
+        """Returns the chain to which a session is pinned, if any."""
+        chain = await self._store.call("session_chain", model, session_id)
+        return parsed(self._store, "chain", model, b"", chain, common_pb2.Chain.FromString) if chain else None
 
     async def rosters(self) -> AsyncIterator[Roster]:
         """Yields the snapshot of each model, except those that cannot be read."""
@@ -228,19 +220,6 @@ class Registry:
                 yield await self.snapshot(model)
             except InternalError:
                 continue
-
-    def _read(self, kind: str, model: str, name: bytes, data: bytes, read: Callable[[bytes], Read]) -> Read | None:
-        """Reads a record; None if it cannot be read, which is counted."""
-        try:
-            return read(data)
-        except (DecodeError, InvalidRequest, ValueError):
-            self._store.skip(kind, model, name.decode(errors="replace"))
-            return None
-
-    def _read_all(self, kind: str, model: str, entries: Sequence[bytes], read: Callable[[bytes], Read]) -> list[Read]:
-        """Reads the records that follow their names, except those that cannot be read."""
-        found = [self._read(kind, model, *each, read) for each in zip(entries[::2], entries[1::2], strict=True)]
-        return [each for each in found if each is not None]
 
     async def add_adapter(self, model: str, adapter: pb.RegisteredAdapter) -> None:
         """Registers an adapter; it replaces one with the same name and other bytes.
@@ -284,15 +263,6 @@ class Registry:
         await self._store.forget_model(model)
         if (await self.snapshot(model)).is_known:
             await self._store.remember_model(model)
-
-
-def _adapter(entry: bytes) -> pb.RegisteredAdapter:
-    return check(pb.RegisteredAdapter.FromString(entry[_DIGEST_CHARS:]))
-
-
-def _removed(entry: bytes) -> common_pb2.AdapterVersion:
-    name, _, digest = entry.decode(errors="replace").partition(" ")
-    return AdapterVersion(name, digest).to_message()
 
 
 def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -> Span:

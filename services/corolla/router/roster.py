@@ -4,8 +4,9 @@ This module converts what servers report to the inputs of placement and planner,
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.candidates import candidates, chain_of, counted_speed, speed_bounds
@@ -17,12 +18,9 @@ from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Roster:
-    """The servers of one model, sorted by span, then by id. If `num_blocks` is 0, the store does not know the model.
-
-    The adapters are empty unless the snapshot asked for them.
-    """
+    """The servers of one model, sorted by span, then by id. If `num_blocks` is 0, the store does not know the model."""
 
     model: str
     version: int
@@ -31,6 +29,10 @@ class Roster:
     last_change: str = "0-0"
     adapters: tuple[pb.RegisteredAdapter, ...] = ()
     removed_adapters: tuple[common_pb2.AdapterVersion, ...] = ()
+
+    @cached_property
+    def _by_id(self) -> dict[str, pb.PlacedServer]:
+        return {each.server.server_id: each for each in self.servers}
 
     @property
     def is_known(self) -> bool:
@@ -91,26 +93,30 @@ class Roster:
             for each in self.servers
             if each.server.server_id != server.server_id and each.server.address != server.address
         )
-        return replace(self, servers=kept)
+        return self if len(kept) == len(self.servers) else replace(self, servers=kept)
 
     def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
         """Every hop of a recorded chain is usable now; a restarted server has another id and does not count."""
-        ready = {each.server_id: each for each in candidates(self.servers, fingerprint=fingerprint)}
-        return bool(chain.hops) and all(
-            hop.server_id in ready
-            and hop.server_id not in excluded
-            and ready[hop.server_id].fingerprint == chain.fingerprint
-            and ready[hop.server_id].span.covers(Span.from_message(hop.span))
-            for hop in chain.hops
+        return (
+            bool(chain.hops)
+            and fingerprint in ("", chain.fingerprint)
+            and all(
+                hop.server_id not in excluded
+                and (placed := self._by_id.get(hop.server_id)) is not None
+                and placed.state == pb.SERVER_STATE_READY
+                and placed.server.fingerprint == chain.fingerprint
+                and Span.from_message(placed.span).covers(Span.from_message(hop.span))
+                for hop in chain.hops
+            )
         )
 
     def places(self, hop: common_pb2.Hop) -> bool:
         """The server of a hop is registered, at the hop's address and with its blocks."""
-        return any(
-            each.server.server_id == hop.server_id
-            and each.server.address == hop.address
-            and Span.from_message(each.span).covers(Span.from_message(hop.span))
-            for each in self.servers
+        placed = self._by_id.get(hop.server_id)
+        return (
+            placed is not None
+            and placed.server.address == hop.address
+            and Span.from_message(placed.span).covers(Span.from_message(hop.span))
         )
 
     def uncovered(self) -> list[Span]:
@@ -169,5 +175,6 @@ def memory_of(server: pb.ServerDescription) -> WeightMemory:
     return WeightMemory(server.weight_blocks, server.head_blocks, server.tied_edges, server.draft_blocks)
 
 
-def sort_servers(servers: Iterable[pb.PlacedServer]) -> tuple[pb.PlacedServer, ...]:
-    return tuple(sorted(servers, key=lambda each: (each.span.start, each.span.end, each.server.server_id)))
+def place_of(placed: pb.PlacedServer) -> tuple[int, int, str]:
+    """Returns what servers of a roster are sorted by."""
+    return placed.span.start, placed.span.end, placed.server.server_id

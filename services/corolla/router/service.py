@@ -103,7 +103,7 @@ class RouterProcess:
             self._metrics,
             password=settings.redis_password.get_secret_value(),
         )
-        self._registry = Registry(self._store, settings.lease_ms, settings.expected_models)
+        self._registry = Registry(self._store, settings.lease_ms, settings.expected_models, intervals.read_whole_s)
         self._sessions = SessionRecords(
             self._store,
             SessionBounds(

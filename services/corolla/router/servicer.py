@@ -17,6 +17,7 @@ from corolla.planning.planner import plan_around_suspects
 from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
+from corolla.router.roster import Roster
 from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
@@ -25,8 +26,10 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
-# The time from planning a chain until its last hop has opened the session.
-_BOOKING_LAG_S: Final = 0.25
+# The time from planning a chain until its last hop has opened the session, and until its load is looked at.
+_BOOKING_LAG_S: Final = 0.5
+# How long a new load may wait, for each server of the model: a quarter of a second with 1,000 servers.
+_REGROUP_S_OF_A_SERVER: Final = 0.00025
 # The defaults for callers that name no time: how long a conversation waits for its next turn, and how long a turn holds
 # its lock without renewing it.
 _SESSION_TTL_MS: Final = 3_600_000
@@ -52,8 +55,8 @@ class RouterServicer:
     _: KW_ONLY
     registrant: Callable[[Call[Caller], pb.ServerDescription | None], str]
     on_deregistered: Callable[[str, pb.DeregisterServerRequest], None]
-    # The bookings by model. Each router counts the sessions that it placed itself.
-    _bookings: dict[str, Bookings] = field(init=False, default_factory=dict)
+    # The ready servers by model. Each router counts the sessions that it placed itself.
+    _planning: dict[str, "_Planning"] = field(init=False, default_factory=dict)
 
     # --- for block servers ---
 
@@ -85,23 +88,21 @@ class RouterServicer:
 
     async def PlanChain(self, request: pb.PlanChainRequest, call: Call[Caller]) -> pb.PlanChainResponse:
         excluded = frozenset(request.excluded_server_ids)
-        roster, pinned = await self.registry.snapshot_for(request.model, request.session_id)
+        pinned = await self.registry.pinned_chain(request.model, request.session_id) if request.session_id else None
+        roster = await self.registry.snapshot(request.model)
         if not roster.is_known:
             raise ModelNotFound("no block server has registered for this model", request.model)
         if pinned is not None and roster.carries(pinned, fingerprint=request.fingerprint, excluded=excluded):
             return pb.PlanChainResponse(chain=pinned, by_affinity=True)
-        bookings = self._bookings.setdefault(request.model, Bookings(_BOOKING_LAG_S))
         now_s = asyncio.get_running_loop().time()
-        bookings.hear(roster.servers, now_s)
-        ready = candidates(roster.servers, fingerprint=request.fingerprint)
-        # The planner prefers the first of equal servers, so shuffling spreads the sessions over them.
-        random.shuffle(ready)
-        replicas = Replicas(ready)
-        session = PlannedSession(request.num_tokens, excluded, partial(bookings.booked, now_s=now_s))
-        planned = plan_around_suspects(replicas.usable(session), roster.num_blocks)
+        planning = self._planning.setdefault(request.model, _Planning())
+        replicas = planning.replicas(roster, now_s)
+        session = PlannedSession(request.num_tokens, excluded, partial(planning.bookings.booked, now_s=now_s))
+        usable = [each for each in replicas.usable(session) if request.fingerprint in ("", each.fingerprint)]
+        planned = plan_around_suspects(usable, roster.num_blocks)
         planned = with_partners(planned, replicas, session)
         chain = chain_of(planned.hops, planned.fingerprint)
-        bookings.book(chain.hops, request.num_tokens, now_s)
+        planning.bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)
 
     async def ReportServer(self, request: pb.ReportServerRequest, call: Call[Caller]) -> pb.ReportServerResponse:
@@ -115,7 +116,7 @@ class RouterServicer:
         model = request.model or await self._only_model()
         if not model:
             return pb.Placement()
-        placement = (await self.registry.snapshot(model, with_adapters=True)).placement()
+        placement = (await self.registry.snapshot(model)).placement()
         return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:
@@ -183,6 +184,33 @@ class RouterServicer:
     async def RemoveAdapter(self, request: pb.RemoveAdapterRequest, call: Call[Caller]) -> pb.RemoveAdapterResponse:
         await self.registry.remove_adapter(request.model, request.name)
         return pb.RemoveAdapterResponse()
+
+
+class _Planning:
+    """What a router knows for the plans of one model: the ready servers, and the sessions that it placed on them."""
+
+    def __init__(self) -> None:
+        self.bookings = Bookings(_BOOKING_LAG_S)
+        self._roster: Roster | None = None
+        self._regroup_s = 0.0
+        self._replicas = Replicas(())
+
+    def replicas(self, roster: Roster, now_s: float) -> Replicas:
+        """Returns the ready servers, grouped anew after each change of the placement.
+
+        Loads change all the time in a large fleet, and to group servers takes the longer the more there are. So a new
+        load waits for a time in proportion to the number of servers.
+        """
+        before = self._roster
+        is_changed = before is None or before.version != roster.version
+        if is_changed or (before is not roster and now_s >= self._regroup_s):
+            self._roster, self._regroup_s = roster, now_s + _REGROUP_S_OF_A_SERVER * len(roster.servers)
+            self.bookings.hear(roster.servers, now_s)
+            ready = candidates(roster.servers)
+            # The planner prefers the first of equal servers, so shuffling spreads the sessions over them.
+            random.shuffle(ready)
+            self._replicas = Replicas(ready)
+        return self._replicas
 
 
 def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:

@@ -117,7 +117,7 @@ class PlacementWatches:
         older_since = math.inf
         while True:
             try:
-                roster = await self._restored(feed, await self.registry.snapshot(model, with_adapters=True))
+                roster = await self._restored(feed, await self.registry.snapshot(model))
                 self._last.pop(model, None)
                 before = feed.placement
                 # A lower version means that the store has lost its data, not that the servers are gone. They register
@@ -147,7 +147,7 @@ class PlacementWatches:
             return roster
         with suppress(CorollaError):  # watchers get the servers nevertheless
             await self.registry.restore_adapters(roster.model, lost)
-            return await self.registry.snapshot(roster.model, with_adapters=True)
+            return await self.registry.snapshot(roster.model)
         return roster
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.chassis.metrics import new_registry
-from corolla.router import registry
+from corolla.router import mirror
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
@@ -17,7 +17,8 @@ from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
-from tests.integration.router.conftest import BlockServer, Router, StartRouter, refusal, spans
+from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, refusal, spans
+from tests.integration.waiting import until
 
 
 async def placement(router: Router, model: str) -> pb.Placement:
@@ -188,6 +189,26 @@ async def test_a_model_that_is_forgotten_while_its_first_server_comes_stays_know
     await store.close()
 
 
+async def test_a_mark_that_ends_is_gone_at_the_next_reading(redis_url: str, router: Router, model: str) -> None:
+    """The stream of changes does not name the end of a mark."""
+    server = BlockServer(router, model)
+    await server.join()
+    store = Store(redis_url, 5.0, RouterMetrics(new_registry()))
+    registry = Registry(store, lease_ms=60_000, read_whole_s=1e9)
+    await registry.snapshot(model)
+    await registry.withhold(model, server.server_id, "unready", 300)
+    version = (await registry.snapshot(model)).version
+
+    async def is_free() -> bool:
+        roster = await registry.snapshot(model)
+        assert roster.version == version
+        return not roster.servers[0].suspected
+
+    assert not await is_free()
+    await until(is_free)
+    await store.close()
+
+
 class Forgotten(Registry):
     """Another router forgets each model between the choice of a span and its coming into force."""
 
@@ -196,8 +217,8 @@ class Forgotten(Registry):
         self.num_forgotten = 0
         self._other = other
 
-    async def snapshot(self, model: str, *, with_adapters: bool = False) -> Roster:
-        roster = await super().snapshot(model, with_adapters=with_adapters)
+    async def snapshot(self, model: str) -> Roster:
+        roster = await super().snapshot(model)
         self.num_forgotten += 1
         await self._other.forget(model)
         return roster
@@ -295,19 +316,22 @@ async def test_a_session_keeps_its_chain_while_it_lives(router: Router, model: s
     assert answer.chain.hops[0].server_id != pinned.server_id
 
 
-async def test_chains_are_planned_without_a_look_at_adapters(
-    router: Router, model: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_router_reads_an_adapter_once(
+    start_router: StartRouter, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await BlockServer(router, model, capacity_blocks=30).join()
-    adapter = pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name="legal", digest="0" * 64), source="/adapters")
-    await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))
     read: list[pb.RegisteredAdapter] = []
 
     def check(each: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
         read.append(each)
         return each
 
-    monkeypatch.setattr(registry, "check", check)
-    assert spans((await plan(router, model)).chain) == ["0:30"]
-    assert read == []
-    assert list((await placement(router, model)).adapters) == read == [adapter]
+    monkeypatch.setattr(mirror, "check", check)
+    router = await start_router()
+    await BlockServer(router, model, capacity_blocks=30).join()
+    adapter = pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name="legal", digest="0" * 64), source="/adapters")
+    await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))
+    for _ in range(3):
+        assert spans((await plan(router, model)).chain) == ["0:30"]
+        assert list((await placement(router, model)).adapters) == [adapter]
+        await asyncio.sleep(FAST_INTERVALS.read_whole_s)
+    assert read == [adapter]

@@ -1,6 +1,7 @@
 """The registry against a model of the world, on a real Redis whose clock the test sets.
 
-The scripts run as they are, save that their time is a key. Routers come and go as they like: they keep nothing.
+The scripts run as they are, save that their time is a key. A router that follows the placement, and asks only for what
+changed, knows at each moment what a router knows that comes anew.
 """
 
 import asyncio
@@ -135,6 +136,19 @@ class World(RuleBasedStateMachine):
                 self.run(self.registry.deregister(self.model, server.server_id))
             server.is_alive = server.is_known = False
 
+    # --- what others say of servers ---
+
+    @rule(address=ADDRESSES, mark=st.sampled_from(["failed", "slow", "unready", ""]))
+    def mark(self, address: str, mark: str) -> None:
+        server_id = self.newest[address].server_id if address in self.newest else "nobody"
+        match mark:
+            case "failed":
+                self.run(self.registry.report(self.model, server_id))
+            case "slow":
+                self.run(self.registry.doubt(self.model, server_id))
+            case reason:
+                self.run(self.registry.withhold(self.model, server_id, reason, DAY_MS))
+
     # --- what becomes of time and of the store ---
 
     @rule(ms=st.integers(1, LEASE_MS // 2))
@@ -182,6 +196,10 @@ class World(RuleBasedStateMachine):
         assert len(addresses) == len(set(addresses))
 
     @invariant()
+    def who_follows_knows_as_much_as_who_comes(self) -> None:
+        assert self.snapshot() == self.run(Registry(self.store, LEASE_MS).snapshot(self.model))
+
+    @invariant()
     def the_version_changes_with_the_placement_and_only_then(self) -> None:
         before, after = self.snapshot(), self.snapshot()
         assert before == after, "looking changes nothing"
@@ -213,10 +231,10 @@ class World(RuleBasedStateMachine):
             return False
         self.heard(server)
         after = self.snapshot()
-        if was is not None and was.state == state:
-            assert after.version == before.version, "nothing new"
-        else:
+        if was is None or was.state != state:
             assert after.version > before.version
+        elif not was.suspected:
+            assert after.version == before.version, "nothing new"
         return True
 
     def heard(self, server: Incarnation) -> None:

@@ -12,7 +12,7 @@ if not before or redis.call('HEXISTS', SERVERS, ARGV[1]) == 0 then return 0 end
 hear(ARGV[1], ARGV[3])
 local was_suspected = redis.call('DEL', suspect_key(ARGV[1])) == 1
 local state = string.sub(ARGV[3], 1, 1)
-if was_suspected or string.sub(before, 1, 1) ~= state then changed(ARGV[1]) end
+if was_suspected or string.sub(before, 1, 1) ~= state then changed(ARGV[1], STATE) end
 local order = redis.call('HMGET', ORDER, 'server', 'address', 'span', 'version')
 if order[1] == ARGV[1] and state ~= DRAINING then
   -- A server that has not begun to move need not move if the placement has changed: the move might uncover blocks.

@@ -18,6 +18,7 @@ local PAUSE = PREFIX .. 'pause'            -- string with a TTL: while it exists
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: the last wait of such moves, and the servers at that time
 local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client service by the millisecond of its last take
 local ALL_SESSIONS = 'of all'             -- no session's id contains a space
+local STATE = 'state'
 local EVERYONE = '\1'                     -- all tenants together, in place of a tenant, whose name can be printed
 local OVERHEAD_BYTES = 1000                -- what Redis needs for a session next to its record and chain
 local FORGOTTEN_AFTER_MS = 86400000        -- the time after which a model without servers is forgotten
@@ -66,15 +67,27 @@ local function version()
 end
 
 -- Raises the version. Versions start at the time in microseconds, so they keep growing after Redis has lost its data.
-local function changed(server_id)
+-- `kind` is STATE if spans and speeds stay as they are.
+local function changed(server_id, kind)
   if version() == '0' then
     local time = redis.call('TIME')
     redis.call('HSET', PLACEMENT, 'version', time[1] .. string.format('%06d', time[2]))
   end
   redis.call('HINCRBY', PLACEMENT, 'version', 1)
-  redis.call('XADD', CHANGES, 'MAXLEN', '~', 256, '*', 'server', server_id)
+  redis.call('XADD', CHANGES, 'MAXLEN', '~', 256, '*', 'server', server_id, 'kind', kind or 'span')
   redis.call('PEXPIRE', PLACEMENT, FORGOTTEN_AFTER_MS)
   redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
+end
+
+-- Returns the entries of the changes after one version, each with a server's id and a kind; or false, if they are not
+-- known. Each change has an entry, so none is missing if the version's own entry is still there and the number is right.
+local function changes_since(last_change, last_version)
+  local entries = redis.call('XRANGE', CHANGES, last_change, '+')
+  if #entries == 0 or entries[1][1] ~= last_change then return false end
+  if #entries - 1 ~= tonumber(version()) - tonumber(last_version) then return false end
+  local changes = {}
+  for index = 2, #entries do changes[index - 1] = {server_id = entries[index][2][2], kind = entries[index][2][4]} end
+  return changes
 end
 
 -- The two parts of a server's entry. If it has no line feed, which no router writes, both are the whole entry.

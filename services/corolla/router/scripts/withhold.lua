@@ -10,5 +10,5 @@ else
   redis.call('SET', withheld_key(ARGV[1]), ARGV[2], 'PX', ARGV[3])
 end
 if before == ARGV[2] then return 0 end
-changed(ARGV[1])
+changed(ARGV[1], STATE)
 return 1
