@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-_SHAPE: Mapping[str, Any] = {
+SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": CONTEXT_LENGTH, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -80,7 +80,7 @@ _RECURRENT_KINDS: Mapping[str, str] = {
 }
 RECURRENT_FAMILIES = frozenset({*_RECURRENT_KINDS, "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2"})
 
-# What each family's configuration gets besides `_SHAPE`; together they cover every special case of the families.
+# What each family's configuration gets besides `SHAPE`; together they cover every special case of the families.
 _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": _WINDOW,
@@ -267,7 +267,7 @@ def make_tiny_checkpoint(
 
 def tiny_config(family: str, num_blocks: int = 5, **changes: Any) -> PretrainedConfig:
     """The configuration of a tiny model of a family; see `make_tiny_checkpoint`."""
-    facts = {**_SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
+    facts = {**SHAPE, "num_hidden_layers": num_blocks, **_FAMILY_FACTS[family]}
     if family in _MIXED_FAMILIES:
         facts = {**facts, "layer_types": [_LAYER_TYPES[block % len(_LAYER_TYPES)] for block in range(num_blocks)]}
     if family in _RECURRENT_KINDS:

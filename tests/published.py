@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from corolla.chassis.errors import CorollaError
 from corolla.compute.base import RowWork
@@ -28,9 +29,10 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
+from corolla.models.wrappers import ALIASES
 from corolla.wire.span import Span
-from tests.checkpoints import draw_weights, make_tokenizer, tiny_config
-from tests.quantized_checkpoints import FORMATS, INDEX, mxfp4, pack_checkpoint
+from tests.checkpoints import SHAPE, YARN, draw_weights, make_tokenizer, tiny_config
+from tests.quantized_checkpoints import FORMATS, INDEX, edit_config, mxfp4, pack_checkpoint
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 NUM_BLOCKS: Final = 5
@@ -46,13 +48,9 @@ _SIGLIP: Final = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
-_QWEN_VISION: Final = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
-}  # fmt: skip
-_GLM_VISION: Final = {
-    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64, "image_size": 28,
-}  # fmt: skip
+_QWEN2_VISION: Final = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_QWEN_VISION: Final = {**_QWEN2_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_GLM_VISION: Final = {**_QWEN2_VISION, "image_size": 28}
 _PIXTRAL: Final = {"model_type": "pixtral", **_SIGLIP}
 
 
@@ -70,7 +68,7 @@ class Published:
 
     Attributes:
         name: as its publisher writes it.
-        family: the family of `tests.checkpoints` whose tiny facts its language model has.
+        family: the family of `tests.checkpoints` whose tiny facts its language model has; empty: `text` has them.
         model_type: that of `config.json`; empty: the family's.
         text: further settings of the language model.
         vision: the settings of the part that sees; None: there is none.
@@ -115,6 +113,20 @@ def _single_experts(folder: Path) -> None:
     _change(folder, split)
 
 
+def _further_block(folder: Path) -> None:
+    """Adds the block that predicts further tokens, whose number follows those of the model's blocks."""
+
+    def add(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        start, last, rest = name.partition(f".layers.{NUM_BLOCKS - 1}.")
+        if not last:
+            return {name: tensor}
+        further = f"{start}.layers.{NUM_BLOCKS}."
+        own = {f"{further}{part}.weight": torch.ones(64) for part in ("enorm", "hnorm", "shared_head.norm")}
+        return {name: tensor, f"{further}{rest}": tensor, **own}
+
+    _change(folder, add)
+
+
 def _change(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
     """Replaces each tensor of a checkpoint by one or several others."""
     weight_map: dict[str, str] = {}
@@ -130,35 +142,123 @@ def _change(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) ->
 
 _KIMI_VISION: Final = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _ALL_BUT_EXPERTS: Final = ("self_attn", "shared_experts", ".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj")
+_LLAMA3: Final = {
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+}  # fmt: skip
+_LLAMA4: Final = {
+    "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
+    "attention_chunk_size": 16,
+}  # fmt: skip
+_LLAMA4_VISION: Final = {
+    **_SIGLIP, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32
+}  # fmt: skip
+_GEMMA4_VISION: Final = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+# Sizes of latents that blocks of 32 fill.
+_WHOLE_BLOCKS: Final = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16,
+}  # fmt: skip
+_INDEXED: Final = {**_WHOLE_BLOCKS, "index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
+_MINIMAX_M3: Final = {
+    "model_type": "minimax_m3_vl_text", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8, "index_n_heads": 2,
+    "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 2,
+}  # fmt: skip
+_NEMOTRON_H: Final = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"], "head_dim": 16, "ssm_state_size": 8,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 16, "n_routed_experts": 4,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32,
+}  # fmt: skip
+_MIMO: Final = {
+    "head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "sliding_window": 12,
+}  # fmt: skip
+_SINGLE_EXPERTS_ONLY: Final[Mapping[str, Any]] = {"mlp_only_layers": []}
+_WIDER_SHARED: Final = {"shared_expert_intermediate_size": 64}
 
 PUBLISHED: Final[tuple[Published, ...]] = (
+    Published("Llama-3.1-8B", "llama", text=_LLAMA3),
+    Published("Llama-3.3-70B", "llama", text=_LLAMA3),
+    Published("Llama-4-Scout", "", "llama4", _LLAMA4, _LLAMA4_VISION),
+    Published(
+        "Llama-4-Maverick-FP8", "", "llama4", _LLAMA4, _LLAMA4_VISION, "FP8 (compressed-tensors)", "ct-fp8-outputs"
+    ),
+    Published("Qwen2.5-72B-AWQ", "qwen2", weights="AWQ", made="awq"),
+    Published(
+        "Qwen2.5-VL-72B", "qwen2", "qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **_sections(4, 2, 2)},
+        _QWEN2_VISION,
+    ),
+    Published("Qwen3-32B", "qwen3"),
+    Published("Qwen3-30B-A3B", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY),
+    Published("Qwen3-235B-A22B-FP8", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY, weights="FP8", made="fp8-blocks"),
+    Published("Qwen3-Coder-480B-A35B-FP8", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY, weights="FP8", made="fp8-blocks"),
+    Published("Qwen3-Next-80B-A3B-FP8", "qwen3_next", text=_WIDER_SHARED, weights="FP8", made="fp8-blocks"),
     Published(
         "Qwen3-VL-235B-A22B", "qwen3_moe", "qwen3_vl_moe",
         {"model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 24, **_sections(4, 2, 2, **_INTERLEAVED)},
         _QWEN_VISION,
     ),
+    Published(
+        "Qwen3-VL-32B", "qwen3", "qwen3_vl",
+        {"model_type": "qwen3_vl_text", **_sections(4, 2, 2, **_INTERLEAVED)}, _QWEN_VISION,
+    ),
     Published("Qwen3.5-27B", "qwen3_5_text", "qwen3_5", _QWEN3_5, _QWEN_VISION),
     Published("Qwen3.5-397B-A17B", "qwen3_5_moe_text", "qwen3_5_moe", _QWEN3_5, _QWEN_VISION),
     Published(
-        "Qwen3.5-397B-A17B-FP8", "qwen3_5_moe_text", "qwen3_5_moe",
-        {"shared_expert_intermediate_size": 64, **_QWEN3_5}, _QWEN_VISION, "FP8", "fp8-blocks",
-        change=_single_experts,
+        "Qwen3.5-397B-A17B-FP8", "qwen3_5_moe_text", "qwen3_5_moe", {**_WIDER_SHARED, **_QWEN3_5}, _QWEN_VISION,
+        "FP8", "fp8-blocks", change=_single_experts,
+    ),
+    Published(
+        "Qwen3.5-397B-A17B, saved by AutoModelForCausalLM", "qwen3_5_moe_text", text=_QWEN3_5
+    ),
+    Published("DeepSeek-V2-Lite", "deepseek_v2", text={"q_lora_rank": None, "topk_method": "greedy"}),
+    Published(
+        "DeepSeek-R1", "deepseek_v3", text={**_WHOLE_BLOCKS, "rope_parameters": YARN}, weights="FP8",
+        made="fp8-blocks", change=_further_block,
+    ),
+    Published("DeepSeek-V3.2", "deepseek_v3", "deepseek_v32", _INDEXED, None, "FP8", "fp8-blocks", ("indexer",)),
+    Published("Kimi-K2-Instruct", "deepseek_v3", "kimi_k2", _WHOLE_BLOCKS, weights="FP8", made="fp8-blocks"),
+    Published(
+        "Kimi-K2-Thinking", "deepseek_v3", "kimi_k2", weights="int4 (compressed-tensors)", made="w4a16",
+        plain=_ALL_BUT_EXPERTS,
     ),
     Published(
         "Kimi-K2.5", "deepseek_v3", "kimi_k25", {"model_type": "kimi_k2"}, _KIMI_VISION,
         "int4 (compressed-tensors)", "w4a16", _ALL_BUT_EXPERTS, _kimi,
     ),
+    Published("Kimi-Linear-48B", "kimi_linear"),
+    Published("GLM-4.5-Air", "glm4_moe", text={"use_qk_norm": False}),
     Published(
         "GLM-4.5V", "glm4_moe", "glm4v_moe",
         {"model_type": "glm4v_moe_text", **_sections(2, 1, 1, partial_rotary_factor=0.5)}, _GLM_VISION,
     ),
-    Published(
-        "Qwen2.5-VL-72B", "qwen2", "qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **_sections(4, 2, 2)},
-        {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64},
-    ),
+    Published("GLM-4.6-FP8", "glm4_moe", weights="FP8 (compressed-tensors)", made="ct-fp8-outputs"),
+    Published("GLM-4.7-Flash", "glm4_moe_lite"),
+    Published("GLM-5-FP8", "deepseek_v3", "glm_moe_dsa", _INDEXED, None, "FP8", "fp8-blocks", ("indexer",)),
+    Published("MiniMax-M2.5", "minimax_m2", weights="FP8", made="fp8-blocks"),
+    Published("MiniMax-M3", "", "minimax_m3_vl", _MINIMAX_M3, _SIGLIP),
+    Published("gpt-oss-20b", "gpt_oss", weights="MXFP4", made="mxfp4"),
+    Published("gpt-oss-120b", "gpt_oss", weights="MXFP4", made="mxfp4"),
     Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL),
     Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
+    Published("Devstral-2-123B", "ministral3", weights="FP8", made="fp8-one-scale"),
+    Published("Mixtral-8x22B", "mixtral"),
     Published("Gemma-3-27B", "gemma3_text", "gemma3", {"tie_word_embeddings": True}, _SIGLIP),
+    Published(
+        "Gemma-4-31B", "", "gemma4", {"model_type": "gemma4_text", "head_dim": 16, "tie_word_embeddings": True},
+        _GEMMA4_VISION,
+    ),
+    Published("Phi-4", "phi3", text={"sliding_window": None}),
+    Published("Nemotron-3-Super", "", "nemotron_h", _NEMOTRON_H),
+    Published("ERNIE-4.5-300B-A47B", "ernie4_5_moe"),
+    Published("MiMo-V2-Flash", "", "mimo_v2_flash", _MIMO),
+    Published("Ling-1T", "", "bailing_moe_v2"),
+    Published("Hunyuan-A13B", "hunyuan_v1_moe"),
 )  # fmt: skip
 
 
@@ -178,6 +278,8 @@ class Row:
             made = mxfp4() if published.made == "mxfp4" else FORMATS[published.made]()
             pack_checkpoint(self._folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
             self._folder = packed
+        if self._model_type in ALIASES:
+            edit_config(self._folder, model_type=self._model_type)
 
     @property
     def _model_type(self) -> str:
@@ -189,12 +291,22 @@ class Row:
 
     def _write(self) -> None:
         published, library = self.published, cast(Any, AutoConfig)
-        settings = tiny_config(published.family, NUM_BLOCKS).to_dict()
-        settings = {name: value for name, value in settings.items() if name not in _NOTES}
-        settings |= {"model_type": published.family, **published.text}
+        facts = {**SHAPE, "num_hidden_layers": NUM_BLOCKS}
+        if published.family:
+            own = {name: value for name, value in published.text.items() if name != "model_type"}
+            facts = tiny_config(published.family, NUM_BLOCKS, **own).to_dict()
+        settings = {name: value for name, value in facts.items() if name not in _NOTES}
+        tokenizer = make_tokenizer()
+        tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        settings |= {"model_type": published.family, "pad_token_id": None, **tokens, **published.text}
+        if self._model_type not in {*CONFIG_MAPPING, *ALIASES}:
+            self._folder.mkdir()
+            (self._folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
+            return
         if published.vision is None:
-            settings["model_type"] = self._model_type
-            config = library.for_model(**settings)
+            # transformers has no class for a type that is another one's alias.
+            of_class = ALIASES.get(self._model_type, {}).get("model_type", self._model_type)
+            config = library.for_model(**{**settings, "model_type": of_class})
         else:
             tied = settings["tie_word_embeddings"]
             config = library.for_model(
@@ -205,9 +317,8 @@ class Row:
         if settings["tie_word_embeddings"]:
             with torch.no_grad():  # otherwise each token is followed by itself
                 model.get_input_embeddings().weight.mul_(0.05)
-        tokenizer = make_tokenizer()
         ends: Any = GenerationConfig
-        model.generation_config = ends(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+        model.generation_config = ends(**tokens)
         model.to(torch.bfloat16 if published.made is None else torch.float32).save_pretrained(
             self._folder, max_shard_size=200_000
         )

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import transformers
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corolla.chassis.errors import UnsupportedFamily
@@ -302,7 +304,10 @@ def why_unsupported(stored: Mapping[str, Any]) -> str:
                 f"{unsupported}, but config.json names the architecture of {name!r}; set model_type to it there if its "
                 "tensors and settings are the same."
             )
-    if why := UNSERVED.get(model_type):
+    why = UNSERVED.get(model_type)
+    if why is None and model_type and model_type not in CONFIG_MAPPING:
+        why = f"transformers {transformers.__version__} has no class for it"
+    if why is not None:
         unsupported = f"{unsupported}: {why}"
     return f"{unsupported}; docs/families.md lists the {len(FAMILIES)} types that are."
 

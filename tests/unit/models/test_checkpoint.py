@@ -356,7 +356,10 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
     "changes, advice",
     [
         ({"model_type": "t5", "architectures": None}, r"type 't5' are not supported; docs/families\.md lists the"),
-        ({"model_type": "of-nobody", "architectures": ["Own"]}, r"'of-nobody' are not supported; docs/families"),
+        (
+            {"model_type": "of-nobody", "architectures": ["Own"]},
+            r"'of-nobody' are not supported: transformers .* has no class for it; docs/families",
+        ),
         (
             {"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}},
             r"'of-nobody' are not supported, but .* the architecture of 'llama'; set model_type to it",
