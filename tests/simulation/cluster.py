@@ -127,7 +127,7 @@ class Server:
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         servicer = BlockServicer(
             identity, self.engine, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
-            self._tasks,
+            self._tasks, num_heartbeats=lambda: self._registration.num_heartbeats,
         )  # fmt: skip
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
         self._drain = Drain(

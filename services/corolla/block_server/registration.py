@@ -55,7 +55,7 @@ class Registration:
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._span: Span | None = None
         self._soon = asyncio.Event()
-        self._num_heartbeats = 0
+        self.num_heartbeats = 0
         self._ordered: Span | None = None
         self._order_came = asyncio.Event()
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
@@ -138,8 +138,8 @@ class Registration:
         )
         if self._span is not None:
             request.span.CopyFrom(self._span.to_message())
-        self._num_heartbeats += 1
-        request.load.heartbeat_number = self._num_heartbeats
+        self.num_heartbeats += 1
+        request.load.heartbeat_number = self.num_heartbeats
         failpoints.passed("before_lease")
         answer = await self._call(self._stub.Heartbeat, request)
         failpoints.passed("after_lease")

@@ -423,6 +423,7 @@ class BlockServer:
         self._servicer = BlockServicer(
             identity, engine, sessions, self._outputs, self._peers, self._runner.store, receiver, self._work,
             self._shared, self._rpc_metrics.error, self._network.capabilities(self._fingerprint), self._adapters,
+            lambda: self._registration.num_heartbeats,
         )  # fmt: skip
 
     def _make_drain(self) -> None:

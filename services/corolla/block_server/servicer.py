@@ -63,6 +63,7 @@ class BlockServicer:
         count_error: is called with the reason of each error that ended a stream.
         capabilities: verifies who opens sessions of the model; None without mutual TLS.
         adapters: loads the adapters of sessions; None: sessions cannot use adapters.
+        num_heartbeats: counts the heartbeats that the server has sent.
     """
 
     identity: Identity
@@ -77,6 +78,7 @@ class BlockServicer:
     count_error: Callable[[str], None] = lambda reason: None
     capabilities: Capabilities | None = None
     adapters: Adapters | None = None
+    num_heartbeats: Callable[[], int] = lambda: 0
     _checks: FrameChecks = field(init=False)
     _pending_opens: PendingOpens = field(init=False)
     _handlers: dict[type, Callable[[Any, Buffer, Peer], None]] = field(init=False)
@@ -200,7 +202,8 @@ class BlockServicer:
 
         def refuse(error: CorollaError) -> None:
             _audit("open", error, peer)
-            peer.send(fill_fault(pb.Fault(request_id=control.request_id, client_id=peer.client_id), error))
+            fault = pb.Fault(request_id=control.request_id, client_id=peer.client_id, load=self._load())
+            peer.send(fill_fault(fault, error))
 
         try:
             request = self._checks.open_request(control, payload, peer)
@@ -246,11 +249,19 @@ class BlockServicer:
                 min_position=session.cache.min_position,
                 kept_start=kept_start,
                 kept_end=kept_end,
+                load=self._load(),
             )
         )
         if request.sampler is not None:
             self.engine.read_ahead(request.sampler)
         failpoints.passed("after_open")
+
+    def _load(self) -> pb.HopLoad:
+        return pb.HopLoad(
+            num_sessions=len(self.sessions),
+            max_session_tokens=self.sessions.max_session_tokens,
+            heartbeat_number=self.num_heartbeats(),
+        )
 
     def _has_adapter(self, request: OpenRequest) -> bool:
         version = request.adapter_version

@@ -31,7 +31,7 @@ from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects, plan_replacements
 from corolla.planning.replicas import PlannedSession, Replicas
-from corolla.v1 import common_pb2, router_pb2
+from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
@@ -67,6 +67,7 @@ class Routes:
         self._bookings = Bookings(_BOOKING_LAG_S)
         self.beginnings = Beginnings()
         self._grouped: tuple[tuple[int, bool], Replicas] | None = None
+        self._ids: dict[str, str] = {}
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
@@ -111,6 +112,11 @@ class Routes:
             self.avoid(server_id, "open")
         elif isinstance(failure, HopLeaving):
             self.exclude_leaving(server_id)
+
+    def hear_load(self, address: str, load: blocks_pb2.HopLoad) -> None:
+        """Takes the load that the server at an address has after it opened a session, or refused to."""
+        if (server_id := self._ids.get(address)) is not None:
+            self._bookings.hear_answer(server_id, load)
 
     async def plan(
         self,
@@ -343,6 +349,7 @@ class Routes:
             servers = self._placement.servers
             self._bookings.hear(servers, asyncio.get_running_loop().time())
             ready = candidates(servers, fingerprint=self._fingerprint)
+            self._ids = {each.address: each.server_id for each in ready}
             # The planner takes the first of equal servers, so a shuffle spreads the sessions over them.
             random.shuffle(ready)
             self._grouped = state, Replicas(ready)

@@ -446,6 +446,7 @@ class ChainSessions:
         self.reservations = Reservations(routes, plane, limits)
         replayer = Replayer(self.reservations, plane, limits)
         self.recovery = Recovery(routes, self.reservations, replayer, plane.handovers, limits, on_recovery)
+        plane.on_load = routes.hear_load
         self._plane = plane
         self._limits = limits
         self._on_pace = routes.observe_pace

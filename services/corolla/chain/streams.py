@@ -80,6 +80,8 @@ class DataPlane:
         self._placement = placement
         self._num_looked_up = 0
         self.handovers = Handovers()
+        self.on_load: Callable[[str, pb.HopLoad], None] = lambda address, load: None
+        """Gets a server's address and its load when the server opens a session or refuses to."""
 
     @property
     def num_pending(self) -> int:
@@ -310,8 +312,10 @@ class DataPlane:
             case pb.Result():
                 self._pending.on_result(control, frame.payload)
             case pb.Opened():
+                self._hear_load(address, control)
                 self._pending.on_opened(control)
             case pb.Fault():
+                self._hear_load(address, control)
                 error = _error_of(control, address)
                 if isinstance(error, HopLeaving):
                     self.handovers.on_step_refused(address)
@@ -327,6 +331,10 @@ class DataPlane:
                     server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of an unexpected kind")
+
+    def _hear_load(self, address: str, answer: pb.Opened | pb.Fault) -> None:
+        if answer.HasField("load"):
+            self.on_load(address, answer.load)
 
     def _on_moved(self, moved: pb.Moved, address: str) -> None:
         self.handovers.on_moved(moved, address)

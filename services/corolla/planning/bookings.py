@@ -4,12 +4,12 @@ A server reports its load with each heartbeat. Without bookings, all sessions th
 would go to the same server, the least busy one.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.v1 import common_pb2
-from corolla.v1 import router_pb2 as pb
+from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 
 MOST_AGE_S: Final = 10.0
 """A booking is dropped when no heartbeat has come for this long: its session never opened, or its server is silent."""
@@ -29,7 +29,8 @@ _NOTHING: Final = Booked()
 class Bookings:
     """The sessions that this process placed, by server, from the choice of their hops until a heartbeat counts them.
 
-    Every session is counted in this time; for a moment, a session may be counted twice.
+    A server's answer to an open names its load, which counts the sessions of other processes, too. It counts until a
+    newer heartbeat is known. Every session is counted in this time; for a moment, a session may be counted twice.
 
     Args:
         lag_s: The greatest age of a new heartbeat when this process sees it. A session that was placed less than this
@@ -38,9 +39,11 @@ class Bookings:
 
     def __init__(self, lag_s: float) -> None:
         self._lag_s = lag_s
-        # The number of each server's newest known heartbeat, and for each session on it the time of placement and
-        # the number of tokens; both by server id.
+        # The newest load of each server that a heartbeat reported, and the heartbeat's number; the load that the server
+        # named since; and for each session on it the time of placement and the number of tokens. All by server id.
         self._heartbeats: dict[str, int] = {}
+        self._reported: dict[str, router_pb2.ServerLoad] = {}
+        self._answered: dict[str, blocks_pb2.HopLoad] = {}
         self._sessions: dict[str, list[tuple[float, int]]] = {}
 
     def book(self, hops: Iterable[common_pb2.Hop], num_tokens: int, now_s: float) -> None:
@@ -48,9 +51,10 @@ class Bookings:
         for hop in hops:
             self._sessions.setdefault(hop.server_id, []).append((now_s, num_tokens))
 
-    def hear(self, servers: Iterable[pb.PlacedServer], now_s: float) -> None:
+    def hear(self, servers: Iterable[router_pb2.PlacedServer], now_s: float) -> None:
         """Drops the sessions that the newest known loads of all servers of the placement include."""
-        heartbeats = {each.server.server_id: each.load.heartbeat_number for each in servers}
+        reported = {each.server.server_id: each.load for each in servers}
+        heartbeats = {server_id: load.heartbeat_number for server_id, load in reported.items()}
         for server_id, sessions in list(self._sessions.items()):
             if heartbeats.get(server_id) != self._heartbeats.get(server_id):
                 sessions = [each for each in sessions if each[0] > now_s - self._lag_s]
@@ -58,12 +62,37 @@ class Bookings:
                 self._sessions[server_id] = sessions
             else:
                 del self._sessions[server_id]
-        self._heartbeats = heartbeats
+        self._heartbeats, self._reported = heartbeats, reported
+        self._answered = {
+            server_id: answered
+            for server_id, answered in self._answered.items()
+            if heartbeats.get(server_id, math.inf) <= answered.heartbeat_number
+        }
+
+    def hear_answer(self, server_id: str, load: blocks_pb2.HopLoad) -> None:
+        """Takes the load that a server named when it opened a session, or refused to.
+
+        Opens are answered in order, so the session that was placed first is in this load, or nowhere.
+        """
+        if load.heartbeat_number < self._heartbeats.get(server_id, math.inf):
+            return
+        self._answered[server_id] = load
+        if len(sessions := self._sessions.get(server_id, [])) > 1:
+            self._sessions[server_id] = sessions[1:]
+        else:
+            self._sessions.pop(server_id, None)
 
     def booked(self, server_id: str, now_s: float) -> Booked:
         """Returns the load to add to what the server has reported."""
-        if not (sessions := self._sessions.get(server_id)):
+        sessions, answered = self._sessions.get(server_id, ()), self._answered.get(server_id)
+        if not sessions and answered is None:
             return _NOTHING
-        if sessions[0][0] <= now_s - MOST_AGE_S:
+        if sessions and sessions[0][0] <= now_s - MOST_AGE_S:
             sessions = self._sessions[server_id] = [each for each in sessions if each[0] > now_s - MOST_AGE_S]
-        return Booked(len(sessions), sum(num_tokens for _, num_tokens in sessions))
+        num_sessions, num_tokens = len(sessions), sum(num_tokens for _, num_tokens in sessions)
+        if answered is not None:
+            reported = self._reported[server_id]
+            num_sessions += max(0, answered.num_sessions - reported.num_sessions)
+            if reported.HasField("max_session_tokens"):
+                num_tokens += max(0, reported.max_session_tokens - answered.max_session_tokens)
+        return Booked(num_sessions, num_tokens)

@@ -757,6 +757,7 @@ class Opened(_message.Message):
     MIN_POSITION_FIELD_NUMBER: _builtins.int
     KEPT_START_FIELD_NUMBER: _builtins.int
     KEPT_END_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
@@ -768,6 +769,10 @@ class Opened(_message.Message):
     kept_start: _builtins.int
     """The tokens [kept_start, kept_end) are those whose outputs the server keeps for the session."""
     kept_end: _builtins.int
+    @_builtins.property
+    def load(self) -> Global___HopLoad:
+        """The load with this session. Servers of earlier releases do not send it."""
+
     def __init__(
         self,
         *,
@@ -778,14 +783,44 @@ class Opened(_message.Message):
         min_position: _builtins.int = ...,
         kept_start: _builtins.int = ...,
         kept_end: _builtins.int = ...,
+        load: Global___HopLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "load", b"load", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class HopLoad(_message.Message):
+    """The load of a server at the time of its answer to an open, which is newer than what its last heartbeat reported."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_SESSION_TOKENS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_NUMBER_FIELD_NUMBER: _builtins.int
+    num_sessions: _builtins.int
+    max_session_tokens: _builtins.int
+    """The greatest length of a new session; see ServerLoad.max_session_tokens."""
+    heartbeat_number: _builtins.int
+    """The number of the server's last heartbeat. A heartbeat with a higher number reports a newer load."""
+    def __init__(
+        self,
+        *,
+        num_sessions: _builtins.int = ...,
+        max_session_tokens: _builtins.int = ...,
+        heartbeat_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_number", b"heartbeat_number", "max_session_tokens", b"max_session_tokens", "num_sessions", b"num_sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HopLoad: _TypeAlias = HopLoad  # noqa: Y015
 
 @_typing.final
 class StepRow(_message.Message):
@@ -1323,6 +1358,7 @@ class Fault(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
     CLIENT_ID_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     step_id: _builtins.int
     """The id of the step; 0 for rows of a ring."""
@@ -1343,6 +1379,10 @@ class Fault(_message.Message):
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def load(self) -> Global___HopLoad:
+        """The load of a server that refused an open."""
+
     def __init__(
         self,
         *,
@@ -1354,10 +1394,11 @@ class Fault(_message.Message):
         address: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         client_id: _builtins.bytes = ...,
+        load: Global___HopLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "request_id", b"request_id", "step_id", b"step_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "load", b"load", "request_id", b"request_id", "step_id", b"step_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "address", b"address", "client_id", b"client_id", "message", b"message", "metadata", b"metadata", "reason", b"reason", "request_id", b"request_id", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["about", b"about", "address", b"address", "client_id", b"client_id", "load", b"load", "message", b"message", "metadata", b"metadata", "reason", b"reason", "request_id", b"request_id", "rows", b"rows", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_about: _TypeAlias = _typing.Literal["request_id", "step_id"]  # noqa: Y015
     _WhichOneofArgType_about: _TypeAlias = _typing.Literal["about", b"about"]  # noqa: Y015

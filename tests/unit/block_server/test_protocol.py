@@ -146,6 +146,8 @@ class Protocol(RuleBasedStateMachine):
         )  # fmt: skip
         (answer,) = self.say(client, request)
         before = self.held.get(session_id)
+        num_sessions = len(self.held) + (before is None)
+        assert answer.control.load.num_sessions == num_sessions  # type: ignore[attr-defined]
         if before is not None and before.tenant != tenant:
             assert answer.control.reason == "HOP_SESSION_LOST"  # type: ignore[attr-defined]
             return

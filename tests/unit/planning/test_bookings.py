@@ -4,6 +4,7 @@ from collections import Counter
 from functools import partial
 from itertools import count
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from corolla.planning.bookings import MOST_AGE_S, Booked, Bookings
 from corolla.planning.candidates import SESSION_LOAD, candidates, chain_of
 from corolla.planning.planner import plan
 from corolla.planning.replicas import PlannedSession, Replicas
-from corolla.v1 import common_pb2
+from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 
 LAG_S = 0.25
@@ -121,6 +122,46 @@ def test_room_is_booked_as_well() -> None:
     assert not any(each.has_pages for each in replicas.usable(PlannedSession(1, booked=booked)))
     # The hops have the last word.
     assert all(each.has_pages for each in replicas.usable(PlannedSession(0, booked=booked)))
+
+
+def answer(server: Server, num_sessions: int, room: int = MANY_TOKENS) -> blocks_pb2.HopLoad:
+    """What the server says of its load when it opens a session, or refuses to."""
+    number = server.placed.load.heartbeat_number
+    return blocks_pb2.HopLoad(num_sessions=num_sessions, max_session_tokens=room, heartbeat_number=number)
+
+
+def test_an_answer_to_an_open_counts_the_sessions_of_others_until_a_heartbeat_does() -> None:
+    server, bookings = Server("s"), Bookings(LAG_S)
+    for _ in range(3):
+        place([server], bookings, 1.0)
+    # The first of three opens has its answer, which counts six sessions of others.
+    bookings.hear_answer("s", answer(server, 7, MANY_TOKENS - 100))
+    assert bookings.booked("s", 1.0) == Booked(9, 116)
+    older = answer(server, 99)
+    server.num_sessions = 9
+    server.beat()
+    assert booked_at(bookings, [server], 2.0) == Booked()
+    bookings.hear_answer("s", older)
+    bookings.hear_answer("unknown", answer(server, 9))
+    assert bookings.booked("s", 2.0) == bookings.booked("unknown", 2.0) == Booked()
+
+
+@pytest.mark.parametrize("number", [0, 2**64 - 1])
+@pytest.mark.parametrize("room", [0, 2**64 - 1])
+@pytest.mark.parametrize("num_sessions", [0, 2**32 - 1])
+def test_a_server_harms_itself_alone_with_what_it_says_of_its_load(num_sessions: int, room: int, number: int) -> None:
+    liar, honest = servers = [Server("liar"), Server("honest")]
+    bookings = Bookings(LAG_S)
+    bookings.hear(placed(servers), 1.0)
+    for _ in range(100):
+        bookings.hear_answer(
+            "liar",
+            blocks_pb2.HopLoad(num_sessions=num_sessions, max_session_tokens=room, heartbeat_number=number),
+        )
+    for _ in range(16):
+        place(servers, bookings, 1.0)
+    assert honest.num_sessions >= 8
+    assert liar.num_sessions + honest.num_sessions == 16
 
 
 def test_bookings_that_were_never_opened_expire() -> None:
