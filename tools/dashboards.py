@@ -171,6 +171,10 @@ RECOVERY: Final = (
     )),
     Panel("Stall", "From the loss of a hop until its answer went on.", "s",
           quantiles("corolla_session_recovery_seconds", 0.5, 0.9, 0.99)),
+    Panel("Cost of a loss", "How long others would compute texts again if a block server were lost now: the most of "
+          "any server of a span.", "s", (
+        (gauge("corolla_span_loss_seconds", "model, span", "max"), "{{model}} {{span}}"),
+    )),
     Panel("Recomputed tokens", "Tokens processed again, or sent again from boundary activations.", "short", (
         (rate("corolla_recomputed_tokens_total"), "recomputed"),
         (rate("corolla_hop_resent_tokens_total"), "sent again"),

@@ -126,8 +126,10 @@ def test_the_status_shows_every_block_covered(up: RunningUp) -> None:
     assert [server["span"] for server in facts["servers"]] == [[0, 12], [12, 30]]
     assert [server["state"] for server in facts["servers"]] == ["ready", "ready"]
     assert facts["uncovered"] == []
+    assert facts["without_standby"] == [[0, 12], [12, 30]]
     table = corolla("status", "--router", up.addresses["router"])
     assert f"{'1' * 30} 30 of 30 blocks" in table.stdout
+    assert "none for 0:12, 12:30: no other server has these blocks" in table.stdout
 
 
 async def test_the_router_takes_block_servers_of_the_stacks_model_only(up: RunningUp) -> None:

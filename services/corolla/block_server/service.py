@@ -561,4 +561,5 @@ class BlockServer:
             decode_batch_rows=self.engine.decode_batch_rows,
             numerics=str(self._numerics),
             kernels=self._kernels,
+            num_tokens_at_risk=self._sessions.num_running_tokens,
         )

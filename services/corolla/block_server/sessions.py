@@ -71,6 +71,11 @@ class SessionTable(Generic[AnyCache]):
         return self.pool.num_available + sum(session.num_pages for session in self if session.is_idle)
 
     @property
+    def num_running_tokens(self) -> int:
+        """How many tokens the sessions hold that are in mid-answer."""
+        return sum(session.cache.num_tokens for session in self if not session.is_idle)
+
+    @property
     def num_kept_pages(self) -> int:
         """How many of the available pages are kept for tenants that hold fewer pages than they are guaranteed."""
         return self.guarantees.num_kept(self._held_pages()) if self.guarantees else 0

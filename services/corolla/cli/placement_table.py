@@ -1,8 +1,9 @@
 """Shows a placement as a table, or as facts for programs; `corolla status` does it for the placement of a router."""
 
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich import box
@@ -11,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.cli.control_channel import router_stub
+from corolla.planning.losses import Lack, lacks, loss_seconds
 from corolla.v1 import router_pb2
+from corolla.wire.span import Span
 
 _TIMEOUT_S = 5.0
 _STATES = {
@@ -21,8 +24,17 @@ _STATES = {
 }
 _LOADS = (
     "num_sessions", "num_pages", "num_free_pages", "num_queued_steps", "decode_step_seconds", "resident_memory_bytes",
+    "num_tokens_at_risk",
 )  # fmt: skip
 _BAR_WIDTH = 50
+_LACKS = {
+    Lack.SERVER: "no other server has these blocks",
+    Lack.NUMERICS: "the others have other numerics",
+    Lack.ROOM: "the others have no room",
+    Lack.NODE: "the others are on the same node",
+}
+_LEAST_S = 0.05
+"""A loss that costs less is not worth a line."""
 _NUMERICS_CHARS = 8
 """So much of the digest for the blocks is enough to tell servers apart; the digest for the head is not shown."""
 
@@ -39,6 +51,7 @@ def run_status(router: str, model: str, *, as_json: bool) -> int:
     else:
         console = Console(highlight=False)
         console.print(placement_table(placement, num_sessions))
+        console.print(*loss_lines(placement), sep="\n")
         if not is_covered:
             console.print(uncovered_text(placement), style="bold red")
     return 0 if is_covered else 1
@@ -80,13 +93,15 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
 
 
 def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[str, Any]:
-    """The facts that `corolla status --json` prints."""
+    """The facts that `corolla status --json` prints. `loss_seconds` is null where a block has no other server."""
+    seconds, lacking = loss_seconds(placement.servers), lacks(placement.servers)
     return {
         "model": placement.model,
         "version": placement.version,
         "num_blocks": placement.num_model_blocks,
         "num_sessions": num_sessions,
         "uncovered": [[span.start, span.end] for span in placement.uncovered],
+        "without_standby": [[span.start, span.end] for span in _by_span(placement, lacking)],
         "servers": [
             {
                 "server_id": placed.server.server_id,
@@ -98,6 +113,8 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[
                 "kernels": placed.load.kernels,
                 "fingerprint": placed.server.fingerprint,
                 **{name: getattr(placed.load, name) for name in _LOADS},
+                "loss_seconds": _finite(seconds.get(placed.server.server_id)),
+                "lacks_standby": lacking.get(placed.server.server_id),
             }
             for placed in _in_order(placement)
         ],
@@ -110,6 +127,43 @@ def uncovered_text(placement: router_pb2.Placement) -> str:
         return "No block server has registered this model; start one with `corolla block-server`, or correct --model."
     spans = ", ".join(f"{span.start}:{span.end}" for span in placement.uncovered)
     return f"Blocks {spans} have no ready server; start one with `corolla block-server --blocks start:end`."
+
+
+def loss_lines(placement: router_pb2.Placement) -> list[Text]:
+    """The lines about standbys, and about servers whose loss would cost their sessions time."""
+    spans: dict[Lack, list[str]] = {}
+    for span, lack in _by_span(placement, lacks(placement.servers)).items():
+        spans.setdefault(lack, []).append(str(span))
+    lines = [_line("standby", f"none for {', '.join(names)}: {_LACKS[lack]}") for lack, names in spans.items()]
+    addresses = {each.server.server_id: each.server.address for each in placement.servers}
+    costs = sorted(loss_seconds(placement.servers).items(), key=lambda cost: -cost[1])
+    endless = [addresses[server_id] for server_id, seconds in costs if math.isinf(seconds)]
+    dear = [
+        f"{seconds:.1f} s for {addresses[server_id]}" for server_id, seconds in costs if _LEAST_S <= seconds < math.inf
+    ]
+    if endless:
+        lines.append(_line("loss", f"sessions of {', '.join(endless)} would wait for a new server"))
+    if dear:
+        lines.append(_line("loss", ", ".join(dear)))
+    return lines
+
+
+def _by_span(placement: router_pb2.Placement, lacking: Mapping[str, Lack]) -> dict[Span, Lack]:
+    """Maps each span that has a server without a standby to what that server lacks first."""
+    found: dict[Span, Lack] = {}
+    for placed in _in_order(placement):
+        if (lack := lacking.get(placed.server.server_id)) is not None:
+            span = Span.from_message(placed.span)
+            found[span] = min(lack, found.get(span, lack), key=list(Lack).index)
+    return found
+
+
+def _finite(seconds: float | None) -> float | None:
+    return None if seconds is None or math.isinf(seconds) else seconds
+
+
+def _line(heading: str, text: str) -> Text:
+    return Text.assemble((f"{heading:9}", "dim"), text)
 
 
 def _title(placement: router_pb2.Placement, num_sessions: int | None) -> str:
@@ -131,7 +185,7 @@ def _grouped(
     if addresses.keys() == {"not known"}:
         return []
     if len(addresses) == 1:
-        return [Text.assemble((f"{heading:9}", "dim"), fact) for fact in addresses]
+        return [_line(heading, fact) for fact in addresses]
     return [
         Text.assemble((f"{heading:9}", "dim"), fact, (f" on {', '.join(servers)}", "dim"))
         for fact, servers in addresses.items()

@@ -99,6 +99,14 @@ def candidates(servers: Collection[pb.PlacedServer], *, fingerprint: str = "") -
     ]
 
 
+def by_fingerprint(servers: Collection[pb.PlacedServer]) -> Collection[list[Candidate]]:
+    """Returns the ready servers in groups whose servers may be in one chain."""
+    groups: dict[str, list[Candidate]] = {}
+    for each in candidates(servers):
+        groups.setdefault(each.fingerprint, []).append(each)
+    return groups.values()
+
+
 def has_room(load: pb.ServerLoad, num_tokens: int) -> bool:
     """A server that does not report its room counts as having room for `num_tokens` tokens."""
     return not load.HasField("max_session_tokens") or num_tokens <= load.max_session_tokens

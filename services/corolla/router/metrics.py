@@ -6,6 +6,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from corolla.planning.losses import loss_seconds
 from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
 
@@ -37,6 +38,12 @@ class RouterMetrics:
             "corolla_slowest_block_tokens_per_second",
             "Tokens per second that the ready servers of the slowest block can decode, as they measured themselves.",
             ["model"],
+        )
+        self._span_loss = gauge(
+            "corolla_span_loss_seconds",
+            "Seconds for which other servers would compute if a block server of the span were lost now, at most; +Inf "
+            "where blocks have no other server.",
+            ["model", "span"],
         )
         self._moves = counter(
             "corolla_moves_ordered",
@@ -79,10 +86,16 @@ class RouterMetrics:
         ready = collections.Counter(
             f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY
         )
+        seconds = loss_seconds(roster.servers)
+        worst: dict[str, float] = {}
+        for each in roster.servers:
+            span = f"{each.span.start}:{each.span.end}"
+            worst[span] = max(worst.get(span, 0.0), seconds.get(each.server.server_id, 0.0))
         spans = self._spans.setdefault(model, set())
         spans.update(ready)
         for span in spans:
             self._ready_replicas.labels(model, span).set(ready[span])
+            self._span_loss.labels(model, span).set(worst.get(span, 0.0))
         states = collections.Counter(each.state for each in roster.servers)
         for state, name in _STATES.items():
             self._servers.labels(model, name).set(states[state])
@@ -97,6 +110,7 @@ class RouterMetrics:
         """Drops the gauges of a model that the store no longer knows."""
         for span in self._spans.pop(model, set()):
             self._ready_replicas.remove(model, span)
+            self._span_loss.remove(model, span)
         for name in _STATES.values():
             self._servers.remove(model, name)
         for gauge in (self._uncovered_blocks, self._single_copy_blocks, self._slowest_block, self._sessions):

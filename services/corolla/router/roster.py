@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from corolla.chassis.errors import CorollaError
-from corolla.planning.candidates import candidates, chain_of, counted_speed, speed_bounds
-from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
+from corolla.planning.candidates import by_fingerprint, candidates, chain_of, counted_speed, speed_bounds
+from corolla.planning.planner import least_uncovered, plan_around_suspects
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
 from corolla.router.rebalancing import Member, steady
 from corolla.v1 import common_pb2
@@ -123,21 +123,15 @@ class Roster:
         """Returns the blocks without a ready server, for the fingerprint that covers most blocks."""
         if not self.is_known:
             return []
-        return least_uncovered(self._by_fingerprint(), Span(0, self.num_blocks))
+        return least_uncovered(by_fingerprint(self.servers), Span(0, self.num_blocks))
 
     def num_single_copy_blocks(self) -> int:
         """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most blocks."""
         copies = [
             Counter(block for each in group for block in range(each.span.start, each.span.end))
-            for group in self._by_fingerprint()
+            for group in by_fingerprint(self.servers)
         ]
         return list(max(copies, key=len, default=Counter()).values()).count(1)
-
-    def _by_fingerprint(self) -> Collection[list[Candidate]]:
-        groups: dict[str, list[Candidate]] = {}
-        for candidate in candidates(self.servers):
-            groups.setdefault(candidate.fingerprint, []).append(candidate)
-        return groups.values()
 
     def placement(self) -> pb.Placement:
         """Returns the message for watchers, with the cheapest chain if there is one."""

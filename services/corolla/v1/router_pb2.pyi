@@ -283,6 +283,7 @@ class ServerLoad(_message.Message):
     DECODE_BATCH_ROWS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_AT_RISK_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -309,6 +310,8 @@ class ServerLoad(_message.Message):
     """
     kernels: _builtins.str
     """What computes the blocks, for people: kernels, and the rows of recorded decode steps; empty: not known yet."""
+    num_tokens_at_risk: _builtins.int
+    """The tokens that its running sessions hold and no standby does: other servers compute them again if it is lost."""
     def __init__(
         self,
         *,
@@ -324,10 +327,11 @@ class ServerLoad(_message.Message):
         decode_batch_rows: _builtins.float = ...,
         numerics: _builtins.str = ...,
         kernels: _builtins.str = ...,
+        num_tokens_at_risk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015

@@ -235,17 +235,23 @@ async def test_a_database_that_redis_lacks_ends_the_start(start_router: StartRou
 async def test_gauges_show_the_contents_of_the_store(start_router: StartRouter, model: str) -> None:
     router = await start_router(lease_ms=2000)
     server = BlockServer(router, model)
+    server.load.num_tokens_at_risk = 7
     await server.join("0:10")
     async with server.beating():
         await until_exported(
             router,
+            f'corolla_span_loss_seconds{{model="{model}",span="0:10"}} +Inf',
             f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 1.0',
             f'corolla_uncovered_blocks{{model="{model}"}} 20.0',
             f'corolla_registered_servers{{model="{model}",state="ready"}} 1.0',
             f'corolla_sessions{{model="{model}"}} 0.0',
             'corolla_redis_script_seconds_count{script="snapshot"}',
         )
-    await until_exported(router, f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 0.0')
+    await until_exported(
+        router,
+        f'corolla_span_ready_replicas{{model="{model}",span="0:10"}} 0.0',
+        f'corolla_span_loss_seconds{{model="{model}",span="0:10"}} 0.0',
+    )
 
 
 async def health(router: Router) -> int:

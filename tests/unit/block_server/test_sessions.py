@@ -480,6 +480,16 @@ def test_parts_may_be_written_during_an_iteration_over_the_sessions() -> None:
     assert len([*looking]) == 1
 
 
+def test_the_tokens_of_sessions_in_mid_answer_are_counted() -> None:
+    table, parked = a_table(), a_request(b"parked")
+    for request, num_tokens in ((a_request(), 5), (parked, 3)):
+        table.open(request, 0.0)
+        step(table, request, 0, num_tokens)
+    assert table.num_running_tokens == 8
+    table.truncate(parked.session_id, parked.epoch, 3, idle=True)
+    assert table.num_running_tokens == 5
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_pages_of_an_unclaimed_session_are_freed_long_before_its_lease_ends(is_whole: bool) -> None:
     table = a_table()

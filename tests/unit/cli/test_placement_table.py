@@ -1,8 +1,10 @@
 """A placement as people and programs see it."""
 
+import json
+
 from rich.console import Console
 
-from corolla.cli.placement_table import placement_facts, placement_table, uncovered_text
+from corolla.cli.placement_table import loss_lines, placement_facts, placement_table, uncovered_text
 from corolla.v1 import common_pb2, router_pb2
 
 
@@ -11,13 +13,16 @@ def placement(
 ) -> router_pb2.Placement:
     placed = [
         router_pb2.PlacedServer(
-            server=router_pb2.ServerDescription(address=f"127.0.0.1:{20_000 + number}", dtype="float32"),
+            server=router_pb2.ServerDescription(
+                server_id=str(number), address=f"127.0.0.1:{20_000 + number}", dtype="float32",
+                prefill_tokens_per_second=1000,
+            ),
             span=common_pb2.BlockSpan(start=start, end=end),
             state=state,
             load=router_pb2.ServerLoad(num_sessions=number, num_pages=2184, num_free_pages=2000),
         )
         for number, (start, end, state) in enumerate(servers)
-    ]
+    ]  # fmt: skip
     return router_pb2.Placement(model="m", num_model_blocks=num_blocks, servers=placed)
 
 
@@ -69,3 +74,34 @@ def test_uncovered_blocks_are_named() -> None:
     assert facts["num_sessions"] == 4
     assert facts["servers"][0]["span"] == [0, 20]
     assert facts["servers"][0]["state"] == "ready"
+
+
+READY = router_pb2.SERVER_STATE_READY
+
+
+def lines_of(shown: router_pb2.Placement) -> list[str]:
+    return [line.plain for line in loss_lines(shown)]
+
+
+def test_the_losses_name_spans_without_a_standby_and_what_servers_would_cost() -> None:
+    shown = placement((0, 10, READY), (0, 10, READY), (10, 30, READY))
+    shown.servers[1].load.num_tokens_at_risk = 250
+    shown.servers[2].load.num_tokens_at_risk = 1
+    assert lines_of(shown) == [
+        "standby  none for 0:10: the others are on the same node",
+        "standby  none for 10:30: no other server has these blocks",
+        "loss     sessions of 127.0.0.1:20002 would wait for a new server",
+        "loss     2.5 s for 127.0.0.1:20001",
+    ]
+    facts = placement_facts(shown, 4)
+    assert facts["without_standby"] == [[0, 10], [10, 30]]
+    assert [(each["loss_seconds"], each["lacks_standby"]) for each in facts["servers"]] == [
+        (0.0, "node"), (2.5, "node"), (None, "server"),
+    ]  # fmt: skip
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+
+
+def test_nothing_is_said_of_losses_where_spans_have_standbys_and_no_session_runs() -> None:
+    shown = placement((0, 30, READY), (0, 30, READY))
+    shown.servers[0].server.address = "127.0.0.2:20000"
+    assert lines_of(shown) == []
