@@ -109,7 +109,7 @@ demo: setup ## Starts the whole stack with a real model, streams an answer and a
 HELM := $(if $(shell command -v helm),,$(VENV)/bin/helm)
 
 .PHONY: test
-test: setup $(HELM) triton ## Runs one test or more of every feature, in 9 minutes of two cores.
+test: setup $(HELM) triton converter ## Runs one test or more of every feature, in 9 minutes of two cores.
 	@echo "==> Testing"
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=10 --durations-min=1 $(ARGS)
 
@@ -217,9 +217,24 @@ $(VENV)/.triton-done: requirements/triton.txt | $(STAMP)
 	@$(INSTALL) --quiet --only-binary :all: --target $(VENV)/triton -r requirements/triton.txt
 	@touch $@
 
+# Only the sources of its converter, which need what is installed; `make llama-cpp` builds the rest.
+CONVERTER := llama_cpp_python-*/vendor/llama.cpp
+.PHONY: converter
+converter: $(VENV)/.converter-done ## Fetches llama.cpp's converter (80 MB), which makes the GGUF files of tests.
+
+$(VENV)/.converter-done: requirements/llama-cpp.txt | $(STAMP)
+	@echo "==> Fetching llama.cpp's converter, for tests"
+	@rm -rf $(VENV)/converter && mkdir $(VENV)/converter
+	@sed -n '/^llama-cpp-python==/,/[^\\]$$/p' requirements/llama-cpp.txt >$(VENV)/converter/lock.txt
+	@$(PIP) download --quiet --no-deps --no-binary llama-cpp-python --require-hashes \
+	  --requirement $(VENV)/converter/lock.txt --dest $(VENV)/converter
+	@cd $(VENV)/converter && tar -xzf *.tar.gz --wildcards --strip-components=3 '$(CONVERTER)/conversion/*.py' && \
+	  tar -xzf *.tar.gz --wildcards --strip-components=4 '$(CONVERTER)/gguf-py/gguf/*.py' && rm *.tar.gz
+	@touch $@
+
 # What the larger tiers need besides.
 .PHONY: test-tools
-test-tools: setup $(HELM) gemma http-clients evaluation browser triton claude-code
+test-tools: setup $(HELM) gemma http-clients evaluation browser triton converter claude-code
 	@for tool in chromium promtool; do command -v $$tool >/dev/null || { \
 	  echo "$$tool is missing: on Debian or Ubuntu, apt-get install chromium prometheus npm" >&2; exit 1; }; done
 

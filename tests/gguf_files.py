@@ -1,30 +1,64 @@
-"""Writes tiny GGUF files, as llama.cpp's converter would make them of tiny checkpoints."""
+"""Writes tiny GGUF files, which llama.cpp's converter makes of tiny checkpoints."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import gguf
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from corolla.models.loading import LOADING
-from tests.checkpoints import SPECIAL_TOKENS, make_tiny_checkpoint, make_tokenizer
+from tests.checkpoints import make_long_rope_checkpoint, make_tiny_checkpoint
+from tests.llama_cpp.converter import convert
 
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
-    "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe",
+LLAMA3: Final = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
 }  # fmt: skip
-# A file cannot say which of its blocks have a window, so they are those that the family's configuration gives.
-_CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "qwen2": {"use_sliding_window": False, "layer_types": None, "sliding_window": None},
-    "gemma2": {"layer_types": None, "tie_word_embeddings": True},
-    "gemma3_text": {"layer_types": None},
-    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True, "hidden_size": 64},
-}
+_NO_WINDOWS: Final = {"sliding_window": None, "layer_types": None}
+_ALL_EXPERTS: Final[Mapping[str, Any]] = {"mlp_only_layers": []}
+_DEFAULT_ROPE: Final = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_SIGMOID: Final = {"scoring_func": "sigmoid"}
+# These are changes of a family's tiny configuration to one that files can describe, and fields that published
+# checkpoints have in config.json and that transformers does not keep.
+_FACTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
+    "cohere": ({"tie_word_embeddings": True}, {}),
+    "cohere2": ({"tie_word_embeddings": True, "layer_types": None}, {"rotary_pct": 1.0}),
+    "deepseek_v3": ({}, _SIGMOID),
+    "dots1": (_NO_WINDOWS, _SIGMOID),
+    "ernie4_5_moe": ({"moe_layer_end_index": -1}, {"moe_layer_interval": 1}),
+    "exaone_moe": ({}, _SIGMOID),
+    "gemma": ({"tie_word_embeddings": True}, {}),
+    "gemma2": ({"tie_word_embeddings": True, "layer_types": None}, {}),
+    # The converter keeps only rows that tokens have.
+    "gemma3_text": ({"tie_word_embeddings": True, "layer_types": None, "vocab_size": 272}, {}),
+    "glm4_moe_lite": ({"first_k_dense_replace": 1}, _SIGMOID),
+    "gpt_oss": ({"layer_types": None}, {}),
+    "hunyuan_v1_dense": (_DEFAULT_ROPE, {}),
+    "hunyuan_v1_moe": (
+        _DEFAULT_ROPE, {"moe_intermediate_size": [96] * 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4}
+    ),
+    "lfm2_moe": ({"tie_word_embeddings": True}, {}),
+    "minimax_m2": ({}, {"rotary_dim": 16, **_SIGMOID}),
+    "olmoe": ({"clip_qkv": None}, {}),
+    "qwen2": ({"use_sliding_window": False, **_NO_WINDOWS}, {}),
+    "qwen2_moe": (_ALL_EXPERTS, {}),
+    "qwen3_moe": ({**_ALL_EXPERTS, "norm_topk_prob": True}, {}),
+    "smollm3": ({"no_rope_layer_interval": 4}, {}),
+    "starcoder2": ({"sliding_window": None}, {}),
+}  # fmt: skip
+# Settings that converters have not written, or do not write any more.
+_SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {"mistral": {"llama.attention.sliding_window": 12}}
+FAMILIES_OF_FILES: Final = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+    "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4", "glm4_moe", "phi3", "cohere", "cohere2",
+    "granite", "granitemoe", "granitemoeshared", "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "seed_oss", "exaone4",
+    "exaone_moe", "ministral3", "minimax_m2", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2",
+    "lfm2_moe", "arcee", "starcoder2", "dots1",
+)  # fmt: skip
+"""The families of transformers of which files are made."""
+PACKED_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe")
+"""Those of them that other tests than those of the format need."""
 
 
 def make_tiny_gguf(
@@ -39,90 +73,42 @@ def make_tiny_gguf(
     Returns:
         The checkpoint's folder and the file.
     """
-    changes = {**_CHANGES.get(family, {}), **(changes or {})}
+    own, published = _FACTS.get(family, ({}, {}))
+    changes = {**own, **(changes or {})}
     source = make_tiny_checkpoint(family, folder / "source", num_blocks=num_blocks, config_changes=changes)
-    library: Any = AutoModelForCausalLM
-    with LOADING:
-        model = library.from_pretrained(source, dtype=torch.float32)
-    path = folder / f"tiny-{family}.{kind}.gguf"
-    architecture = ARCHITECTURES[family]
-    writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, model.config)
-    processor_class: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    processor = processor_class(config=model.config.to_dict())
-    weights_map: Any = get_gguf_hf_weights_map
-    state = model.state_dict()
-    wanted = gguf.GGMLQuantizationType[kind]
-    for name, source_name in weights_map(model, processor, architecture).items():
-        if source_name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        values = state[source_name].float().numpy()
-        for part, array in _as_stored(architecture, name, values, model.config).items():
-            is_matrix = array.ndim >= 2 and "_norm" not in part and "gate_inp" not in part
-            stored = gguf.quants.quantize(array, wanted) if is_matrix else array
-            writer.add_tensor(part, stored, raw_dtype=wanted if is_matrix else gguf.GGMLQuantizationType.F32)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return source, path
+    return source, convert_tiny(source, folder / f"tiny-{family}.{kind}.gguf", kind, published, _SETTINGS.get(family))
 
 
-def _as_stored(architecture: str, name: str, values: Any, config: Any) -> dict[str, Any]:
-    """What llama.cpp's converter makes of a tensor."""
-    if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
-        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-        values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
-        values = values + 1
-    if name.endswith("ffn_gate_exps") and values.ndim == 3:
-        gate, _up = np.split(values, 2, axis=1)
-        return {f"{name}.weight": np.ascontiguousarray(gate)}
-    if name.endswith("ffn_up_exps") and values.ndim == 3:
-        _gate, up = np.split(values, 2, axis=1)
-        return {f"{name}.weight": np.ascontiguousarray(up)}
-    if name.endswith("ffn_down_exps"):
-        return {f"{name}.weight": values}
-    return {name: np.ascontiguousarray(values)}
+def make_long_rope_gguf(folder: Path) -> tuple[Path, Path]:
+    """A tiny checkpoint of `phi3` with other factors for long texts, and the GGUF file that is made of it."""
+    source = make_long_rope_checkpoint("phi3", folder / "source")
+    return source, convert_tiny(source, folder / "tiny.gguf")
 
 
-def _describe(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    parameters = config.rope_parameters
-    writer.add_rope_freq_base(parameters.get("full_attention", parameters)["rope_theta"])
-    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            writer.add_float32(f"{writer.arch}.{name}", getattr(config, name))
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        writer.add_sliding_window(config.sliding_window)
-    if hasattr(config, "num_experts"):
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    tokenizer = make_tokenizer()
-    backend = tokenizer.backend_tokenizer
-    texts = [str(backend.id_to_token(token_id)) for token_id in range(len(tokenizer))]
-    # The model's vocabulary may be larger than the tokenizer's.
-    texts += [f"[PAD{number}]" for number in range(len(texts), config.vocab_size)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(texts)
-    writer.add_token_types([3 if text in SPECIAL_TOKENS else 5 if text.startswith("[PAD") else 1 for text in texts])
-    writer.add_token_merges([f"{left} {right}" for left, right in _merges(backend)])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_chat_template(str(tokenizer.chat_template))
+def convert_tiny(
+    source: Path,
+    path: Path,
+    kind: str = "F32",
+    published: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes the GGUF file of a tiny checkpoint; see `make_tiny_gguf`. Returns `path`."""
+    config = source / "config.json"
+    own = config.read_text()
+    config.write_text(json.dumps({**json.loads(own), **(published or {})}))
+    try:
+        plain = path if kind == "F32" and not settings else path.with_name("plain.gguf")
+        convert(source, plain, "gpt-2")
+    finally:
+        config.write_text(own)
+    if plain != path:
+        rewrite_gguf(plain, path, settings, kind=kind)
+        plain.unlink()
+    return path
 
 
-def _merges(backend: Any) -> list[tuple[str, str]]:
-    return [tuple(pair) for pair in json.loads(backend.to_str())["model"]["merges"]]
+def _is_matrix(tensor: gguf.ReaderTensor) -> bool:
+    return len(tensor.shape) >= 2 and not any(part in tensor.name for part in ("_norm", "gate_inp", "conv", "ssm_"))
 
 
 def add_setting(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -137,11 +123,14 @@ def rewrite_gguf(
     settings: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray[Any, Any] | None] | None = None,
     max_tensors: int = 0,
+    kind: str = "F32",
 ) -> Path:
     """Writes a file once more with other settings and tensors of floats; None leaves one out. Returns `target`.
 
-    With `max_tensors`, the file is split into parts of so many tensors, whose names follow from `target`.
+    With `max_tensors`, the file is split into parts of so many tensors, whose names follow from `target`. With `kind`,
+    matrices of floats get this type.
     """
+    wanted = gguf.GGMLQuantizationType[kind]
     settings, tensors = settings or {}, tensors or {}
     reader = gguf.GGUFReader(path)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -154,8 +143,14 @@ def rewrite_gguf(
         if value is not None:
             add_setting(writer, key, value)
     for tensor in reader.tensors:
-        if tensor.name not in tensors:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        if tensor.name in tensors:
+            continue
+        is_changed = kind != "F32" and _is_matrix(tensor)
+        writer.add_tensor(
+            tensor.name,
+            gguf.quants.quantize(tensor.data, wanted) if is_changed else tensor.data,
+            raw_dtype=wanted if is_changed else tensor.tensor_type,
+        )
     for name, values in tensors.items():
         if values is not None:
             writer.add_tensor(name, values)

@@ -1,16 +1,17 @@
-"""Bytes that are almost right, where they are taken apart: records, samplers, parts of sessions, templates."""
+"""Bytes that are almost right, where they are taken apart: records, samplers, parts of sessions, templates, files."""
 
 import contextlib
 import secrets
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
 from google.protobuf.message import DecodeError
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -18,10 +19,13 @@ from corolla.block_server.row_sampling import SessionSampler
 from corolla.cache.store import KVStore
 from corolla.cache.transfer import TokenCopy, check_tokens, forget_unsent, write_tokens
 from corolla.chassis.channels import open_channel
-from corolla.chassis.errors import CorollaError, InvalidRequest, MalformedMessage, OutOfPages
+from corolla.chassis.errors import CheckpointError, CorollaError, InvalidRequest, MalformedMessage, OutOfPages
 from corolla.chassis.status import from_rpc_error
 from corolla.client.text.chat import TemplateProcess
 from corolla.client.text.template import TemplateRefusal
+from corolla.models.gguf.architectures import ARCHITECTURES, SETTINGS
+from corolla.models.gguf.description import FACTORS, configuration
+from corolla.models.gguf.header import GgufHeader, GgufTensor
 from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub
@@ -40,6 +44,42 @@ def process() -> Iterator[TemplateProcess]:
     process = TemplateProcess(CHAT_TEMPLATE, {})
     yield process
     process.close()
+
+
+_ODD_VALUES = st.one_of(
+    st.sampled_from((0, 1, 2, 3, -1, 1 << 31, (1 << 64) - 1, 0.0, 1e-5, -1.0, float("nan"), float("inf"), "", "yarn")),
+    st.lists(st.sampled_from((0, 1, 1 << 40, 0.5, True)), max_size=5), st.sampled_from(("longrope", "none", True)),
+)  # fmt: skip
+_MORE_KEYS = (
+    "attention.recurrent_layers", "attention.sliding_window", "attention.sliding_window_pattern",
+    "attention.value_length", "expert_gating_func", "full_attention_interval", "nextn_predict_layers",
+    "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier", "rope.freq_base_swa",
+)  # fmt: skip
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_odd_settings_of_a_file_are_refused_or_describe_a_model(tmp_path: Path, data: st.DataObject) -> None:
+    architecture = data.draw(st.sampled_from(sorted(ARCHITECTURES)))
+    own = ARCHITECTURES[architecture].variant({}).settings
+    said: dict[str, Any] = {
+        "block_count": 3, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5,
+        "attention.kv_lora_rank": 16, "attention.key_length_mla": 24, "attention.value_length_mla": 16,
+        "rope.dimension_count": 16,
+    }  # fmt: skip
+    keys = st.sampled_from(sorted({*SETTINGS, *own, *_MORE_KEYS}))
+    said |= data.draw(st.dictionaries(keys, _ODD_VALUES, max_size=3))
+    (tmp_path / "factors").write_bytes(data.draw(st.binary(min_size=64, max_size=64)))
+    tensors = {f"blk.{block}.attn_norm.weight": GgufTensor(Path("x"), (64,), 0, 0, 256) for block in range(3)}
+    for name in data.draw(st.sets(st.sampled_from(sorted(FACTORS)))):
+        shape, kind = data.draw(st.sampled_from([((8,), 0), ((4,), 0), ((2, 4), 0), ((8,), 1)]))
+        tensors[name] = GgufTensor(tmp_path / "factors", shape, kind, 0, 4 * 8 if len(shape) == 1 else 32)
+    metadata = {f"{architecture}.{key}": value for key, value in said.items()}
+    tokens = {"general.architecture": architecture, "tokenizer.ggml.tokens": ["a", "b"]}
+    with contextlib.suppress(CheckpointError):
+        configuration(GgufHeader({**tokens, **metadata}, tensors, b""))
 
 
 @pytest.mark.full

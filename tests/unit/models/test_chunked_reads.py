@@ -23,7 +23,7 @@ from corolla.models.span_model import load_span
 from corolla.models.weights import find_weights
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.gguf_files import ARCHITECTURES, make_tiny_gguf
+from tests.gguf_files import PACKED_FAMILIES, make_tiny_gguf
 from tests.tiers import covering
 from tests.unpacked import unpacked_demo
 
@@ -67,7 +67,7 @@ def test_a_shard_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
             opened["matrix"][90:100]
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
 def test_a_model_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
     assert_same_in_chunks(Checkpoint.from_pretrained(str(make_tiny_gguf(family, tmp_path)[1])), monkeypatch)

@@ -1,64 +1,77 @@
 """The tensors of a GGUF file under transformers' names. Each is expanded when it is read, or stays packed.
 
-transformers and the package `gguf` know the tensors' names, and how llama.cpp changed the tensors (it interleaves the
-rows of some queries and keys, and adds one to some norms). llama.cpp defines the packed types in `ggml-common.h`.
+The table of architectures has the tensors' names, and says how llama.cpp changed the tensors. llama.cpp defines the
+packed types in `ggml-common.h`.
 """
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.gguf import dequant
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from corolla.chassis.errors import CheckpointError, InternalError, StartupError
 from corolla.kernels.layouts import LAYOUTS, Layout
 from corolla.kernels.repacking import Panels, repack
+from corolla.models.families import FAMILIES
+from corolla.models.gguf.architectures import NAMES, Transform
+from corolla.models.gguf.description import FACTORS, blocks_of, row_of
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
+from corolla.models.gguf.transforms import ORDERS, TRANSFORMS, fitted, joined
 from corolla.models.loading import LOADING
 from corolla.models.packed.modules import packable_weights
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDING: Final = re.compile(r"\.(weight|bias)$")
+_BLOCK: Final = re.compile(r"blk\.(?P<block>\d{1,6})\.(?P<name>.+)")
 
 
 class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
     """All weights of a model, by transformers' names; a LazyTensor reads its weight from the file when it is indexed.
 
-    A bias that the file lacks is zero, as in llama.cpp.
+    A bias that the file lacks is zero, as in llama.cpp. Blocks that only predict further tokens are left out.
 
     Raises:
-        StartupError: the package `gguf` is not installed.
-        CheckpointError: the package does not know the architecture, or the model does not use a tensor of the file.
+        CheckpointError: the architecture is not served, or the model does not use a tensor of the file.
     """
 
     def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
         self.header = header
-        processor_class: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
-        self._processor = processor_class(config=config.to_dict())
-        self._names, self._packable, self._zeros = _names(header.architecture, config, self._processor)
-        self._stored: dict[str, list[str]] = defaultdict(list)
+        self._config = config
+        library: Any = AutoModelForCausalLM
+        with LOADING, torch.device("meta"):
+            empty = library.from_config(config)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+        self._packable = frozenset(packable_weights(empty))
+        names = _Names(header, empty.base_model_prefix, self._shapes)
+        found: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        self._transforms: dict[str, Transform | None] = {}
         for stored in header.tensors:
-            # All experts of a layer are one stored tensor. `_names` has its name without the ending `.weight`.
-            name = self._names.get(stored) or self._names.get(stored.removesuffix(".weight"))
-            if name is None:
+            if names.is_left_out(stored):
+                continue
+            place = names.place(stored)
+            if place is None:
                 raise CheckpointError(
                     f"The file holds the tensor {stored!r}, which its {config.model_type} model does not use here, so "
                     "answers could be others than llama.cpp's; give the model as safetensors."
                 )
-            self._stored[name].append(stored)
-            self._zeros.pop(name, None)
+            name, order, transform = place
+            found[name].append((order, stored))
+            self._transforms[name] = transform
+        self._stored = {name: [stored for _, stored in sorted(each)] for name, each in found.items()}
+        self._zeros = {
+            name: shape for name, shape in self._shapes.items() if name.endswith(".bias") and name not in found
+        }
 
     def __getitem__(self, name: str) -> "LazyTensor | Tensor":
         """The weight `name`; a bias that the file lacks is a float32 tensor `[out]` on the CPU."""
         zeros = self._zeros.get(name)
-        return LazyTensor(self, self._stored[name]) if zeros is None else torch.zeros(zeros)
+        return LazyTensor(self, name) if zeros is None else torch.zeros(zeros)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stored
@@ -82,6 +95,8 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         is_matrix = len(tensors) == 1 and len(tensors[0].shape) == 2
         are_experts = all(len(tensor.shape) == 3 for tensor in tensors)
         if name not in self._packable or len(types) != 1 or not (is_matrix or are_experts):
+            return None
+        if self._transforms[name] not in ORDERS:
             return None
         return LAYOUTS.get(types.pop())
 
@@ -108,7 +123,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
                 )
         num_rows = math.prod(shape[:-1])
         row_bytes = sum(tensor.num_bytes for tensor in tensors) // num_rows
-        order = self._row_order(stored)
+        order = self._row_order(name)
 
         def read(first: int, end: int) -> Tensor:
             if order is None:
@@ -120,84 +135,75 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         del parts
         return Panels(repack(read, num_rows, shape[-1], LAYOUTS[tensors[0].type_name], device))
 
-    def _row_order(self, names: Sequence[str]) -> Tensor | None:
-        """The number in the file of each row of the model, int64 `[rows]`; None: both have the same order.
+    def _row_order(self, name: str) -> Tensor | None:
+        """The number in the file of each row of the weight `name`, int64 `[rows]`; None: both have the same order.
 
         The rows of several stored tensors are numbered one tensor after the other.
         """
-        shapes = [self.header.tensors[name].shape[:-1] for name in names]
-        numbers = np.arange(sum(map(math.prod, shapes)), dtype=np.float64)
-        parts = np.split(numbers, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
-        numbered = {name: part.reshape(*shape, 1) for name, shape, part in zip(names, shapes, parts, strict=True)}
-        found = self._processed(names, numbered.__getitem__).double().flatten()
-        if not np.array_equal(np.sort(found.numpy()), numbers):
-            raise InternalError(f"{names[0]!r} does not only change the order of its rows")
-        return None if np.array_equal(found.numpy(), numbers) else found.long()
+        first, numbered = 0, []
+        for tensor in self.stored(name):
+            rows = tensor.shape[:-1]
+            numbered.append(torch.arange(first, first + math.prod(rows)).reshape(*rows, 1))
+            first += math.prod(rows)
+        found = self._made(name, numbered).flatten()
+        if not torch.equal(found.sort().values, torch.arange(first)):
+            raise InternalError(f"{name!r} does not only change the order of its rows")
+        return None if torch.equal(found, torch.arange(first)) else found
 
-    def read(self, names: Sequence[str]) -> Tensor:
-        """The tensor that the stored tensors `names` make up, float32 on the CPU, in the shape of the model's tensor.
+    def read(self, name: str) -> Tensor:
+        """The weight `name`, float32 on the CPU, in the shape of the model's tensor.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
-        return self._processed(names, lambda name: expanded(self.header.tensors[name]).numpy())
+        return fitted(self._made(name, [expanded(tensor) for tensor in self.stored(name)]), self._shapes[name])
 
-    def _processed(self, names: Sequence[str], numbers: Callable[[str], Any]) -> Tensor:
-        """Makes what transformers makes of the stored tensors `names`, whose numbers stand in the arrays `numbers`."""
-        parsed: dict[str, Any] = {"tensors": {}}
-        for name in names:
-            result = self._process(name, numbers(name), parsed)
-            if result.name is not None and result.name in self._names:
-                return torch.from_numpy(np.ascontiguousarray(result.weights))
-        (whole,) = parsed["tensors"].values()
-        return cast(Tensor, whole)
-
-    def _process(self, name: str, weights: Any, parsed: dict[str, Any]) -> Any:
+    def _made(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        transform = self._transforms[name]
         try:
-            return self._processor.process(
-                weights=weights, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
-            )
-        except ValueError:  # it takes rows apart by heads
-            stored = self.header.tensors[name]
+            return joined(parts) if transform is None else TRANSFORMS[transform](parts, self._config)
+        except (RuntimeError, ValueError, IndexError):  # shapes that do not fit each other
+            tensor = self.stored(name)[0]
             raise CheckpointError(
-                f"{stored.path} has {name!r} of the shape {list(stored.shape)}, which does not fit its settings; "
-                "convert the model again."
+                f"{tensor.path} has {self._stored[name][0]!r} of the shape {list(tensor.shape)}, which does not fit "
+                "its settings; convert the model again."
             ) from None
 
-    def has_rows(self, names: Sequence[str]) -> bool:
-        """The names are one stored matrix whose rows are unchanged and in the model's order."""
-        if len(names) != 1 or len(self.header.tensors[names[0]].shape) != 2:
-            return False
-        numbers = np.arange(self.header.tensors[names[0]].shape[0], dtype=np.float32)[:, None]
-        result = self._process(names[0], numbers, {"tensors": {}})
-        return result.name == names[0] and np.array_equal(result.weights, numbers)
+    def has_rows(self, name: str) -> bool:
+        """The weight `name` is one stored matrix whose rows are unchanged and in the model's order."""
+        return (
+            self._transforms[name] is None
+            and len(tensors := self.stored(name)) == 1
+            and len(tensors[0].shape) == 2
+            and tensors[0].shape == self._shapes[name]
+        )
 
     def read_rows(self, name: str, start: int, end: int) -> Tensor:
-        """The rows `[start, end)` of a matrix with `has_rows`, float32 `[end - start, columns]` on the CPU.
+        """The rows `[start, end)` of a weight with `has_rows`, float32 `[end - start, columns]` on the CPU.
 
         Raises as `read` does.
         """
-        return expanded(self.header.tensors[name], start, end)
+        return expanded(self.stored(name)[0], start, end)
 
 
 class LazyTensor:
     """A tensor with the interface of safetensors' slices: indexing reads the numbers into new memory, as float32."""
 
-    def __init__(self, tensors: GgufTensors, names: Sequence[str]) -> None:
+    def __init__(self, tensors: GgufTensors, name: str) -> None:
         self._tensors = tensors
-        self._names = names
-        self._has_rows = tensors.has_rows(names)
+        self._name = name
+        self._has_rows = tensors.has_rows(name)
 
     def get_shape(self) -> tuple[int, ...]:
         """The shape of a matrix whose rows can be read separately; `()` for other tensors."""
-        return self._tensors.header.tensors[self._names[0]].shape if self._has_rows else ()
+        return self._tensors.stored(self._name)[0].shape if self._has_rows else ()
 
     def __getitem__(self, index: Any) -> Tensor:
         """The numbers at `index`, float32 on the CPU, in the same shape as indexing a tensor would give."""
         if self._has_rows and isinstance(index, slice):
             start, end, _ = index.indices(self.get_shape()[0])
-            return self._tensors.read_rows(self._names[0], start, end)
-        return self._tensors.read(self._names)[index]
+            return self._tensors.read_rows(self._name, start, end)
+        return self._tensors.read(self._name)[index]
 
 
 def expanded(tensor: GgufTensor, start: int = 0, end: int | None = None) -> Tensor:
@@ -214,8 +220,10 @@ def expanded(tensor: GgufTensor, start: int = 0, end: int | None = None) -> Tens
     if tensor.type_number in dequant.GGML_BLOCK:
         expand: Any = dequant.dequantize  # untyped in transformers
         return torch.as_tensor(expand(raw, tensor.type_number)).reshape(shape)
-    from gguf import GGMLQuantizationType, dequantize
-
+    try:
+        from gguf import GGMLQuantizationType, dequantize
+    except ImportError as error:
+        raise StartupError("GGUF files of this type need the package gguf; run `pip install gguf`.") from error
     block_bytes = TYPES[tensor.type_number][2]
     rows = raw.numpy().reshape(*shape[:-1], -1, block_bytes).reshape(*shape[:-1], -1)
     return torch.from_numpy(dequantize(rows, GGMLQuantizationType(tensor.type_number)))
@@ -225,37 +233,54 @@ def _raw(tensor: GgufTensor, start: int, num_bytes: int) -> Tensor:
     return torch.frombuffer(bytearray(raw_bytes(tensor, start, num_bytes)), dtype=torch.uint8)
 
 
-def _names(
-    architecture: str, config: PretrainedConfig, processor: Any
-) -> tuple[dict[str, str], frozenset[str], dict[str, tuple[int, ...]]]:
-    """A map from GGUF's names to transformers' names, the names of weights that can stay packed, and biases' shapes.
+class _Names:
+    """Where the tensors of a file stand in its model.
 
-    The second and third results have transformers' names.
+    Args:
+        prefix: the name of the base model in the model.
+        shapes: the shapes of the model's tensors, by their names.
     """
-    try:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    except ImportError as error:
-        raise StartupError("GGUF files need the package gguf; run `pip install gguf`.") from error
-    known = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
-    if architecture not in known:
-        raise CheckpointError("The package gguf does not know this architecture; install a newer one.")
-    library: Any = AutoModelForCausalLM
-    with LOADING, torch.device("meta"):
-        empty = library.from_config(config)
-    # `get_gguf_hf_weights_map` of transformers has the same result, but makes this table again for every module.
-    table = get_tensor_name_map(known[architecture], config.num_hidden_layers)
-    names: dict[str, str] = {}
-    state = empty.state_dict()
-    for own in map(processor.preprocess_name, state):
-        match = _ENDING.search(own)
-        ending = match[0] if match else ""
-        stored = table.get_name(own.removesuffix(ending))
-        if stored is None:
-            processor.perform_fallback_tensor_mapping(names, ending, "", own)
+
+    def __init__(self, header: GgufHeader, prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._row = row_of(header)
+        self._left_out = range(*blocks_of(header))
+        self._shapes = shapes
+        family = FAMILIES[self._row.model_type]
+        self._prefix = f"{prefix}."
+        self._layers = family.layers
+        self._in_blocks = {**NAMES, **self._row.names}
+        self._order = {name: index for index, name in enumerate(self._in_blocks)}
+        self._outside = {
+            "token_embd": self._prefix + family.embedding,
+            "output_norm": self._prefix + family.norm,
+            # Some converters name the final norm as if it followed the embedding.
+            "token_embd_norm": self._prefix + (family.bypassed or (family.norm,))[0],
+            "output": "lm_head",
+        }
+
+    def is_left_out(self, stored: str) -> bool:
+        """The model needs no such weight: it belongs to its configuration, or predicts further tokens."""
+        match = _BLOCK.fullmatch(stored)
+        return stored in FACTORS if match is None else int(match["block"]) in self._left_out
+
+    def place(self, stored: str) -> tuple[str, int, Transform | None] | None:
+        """The name in the model of a stored tensor, its number among those that make it up, and what makes it.
+
+        None: the model has no such tensor.
+        """
+        match = _BLOCK.fullmatch(stored)
+        name = stored if match is None else match["name"]
+        ending = _ENDING.search(name)
+        base = name if ending is None else name.removesuffix(ending[0])
+        if match is None:
+            path, key = self._outside.get(base), self._outside.get(base, "")
+            full = path
         else:
-            names[stored + ending] = own
-    return (
-        names,
-        frozenset(packable_weights(empty)),
-        {name: tuple(state[name].shape) for name in names.values() if name.endswith(".bias")},
-    )
+            key = self._in_blocks.get(name) or self._in_blocks.get(base) or ""
+            full = f"{self._prefix}{self._layers}.{int(match['block'])}.{key}" if key else None
+        if full is None:
+            return None
+        with_ending = full + (ending[0] if ending else "")
+        found = with_ending if with_ending in self._shapes else full
+        order = self._order.get(name, self._order.get(base, 0))
+        return None if found not in self._shapes else (found, order, self._row.transforms.get(key))

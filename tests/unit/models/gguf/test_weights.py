@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
@@ -18,7 +17,9 @@ from corolla.models.gguf.tensors import expanded
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.gguf_files import ARCHITECTURES, make_tiny_gguf, rewrite_gguf
+from tests.checkpoints import LONG_ROPE_LENGTH
+from tests.gguf_files import FAMILIES_OF_FILES, LLAMA3, make_long_rope_gguf, make_tiny_gguf, rewrite_gguf
+from tests.tiers import quick
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +36,56 @@ def logits(checkpoint: Checkpoint, token_ids: list[int], spans: list[Span]) -> t
     return edges.head(hidden[0])
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+def facts(config: Any) -> dict[str, Any]:
+    """What a configuration says that may change an answer, without what the defaults of transformers say, too."""
+    found = {name: value for name, value in config.to_dict().items() if name not in _NOTES and value is not None}
+    rope = found.get("rope_parameters", {})
+    return {**found, "rope_parameters": {name: rope[name] for name in rope if rope[name] != _ROPE.get(name)}}
+
+
+# Where a configuration comes from and which class reads it; fields that the families do not read, or read for no file.
+_NOTES = frozenset(
+    {
+        "architectures", "dtype", "gguf_file", "transformers_version", "_name_or_path", "max_window_layers",
+        "partial_rotary_factor", "moe_intermediate_size",
+    }
+)  # fmt: skip
+_ROPE = {"beta_fast": 32.0, "beta_slow": 1.0, "partial_rotary_factor": 1.0}
+# One of each kind: rows of halves, joined experts, norms with one more, latents, transposed experts, further blocks
+# and a part of a head that is rotated, and blocks of two kinds.
+_KINDS = ("llama", "qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "glm4_moe", "lfm2")
+# The family in whose structure another family's files are read.
+_READ_AS = {"glm4_moe_lite": "deepseek_v3"}
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES_OF_FILES, *_KINDS))
 def test_a_chain_of_a_file_equals_the_model_that_it_was_made_of(tmp_path: Path, family: str) -> None:
     source, path = make_tiny_gguf(family, tmp_path)
+    assert_equal_to_model(path, source)
     checkpoint = Checkpoint.from_pretrained(str(path))
-    library: Any = AutoModelForCausalLM
-    with LOADING:
-        model = library.from_pretrained(source, dtype=torch.float32)
-    token_ids = list(range(5, 45))
-    with torch.no_grad():
-        expected = model(torch.tensor([token_ids])).logits[0]
-    for spans in ([Span(0, 4)], [Span(0, 1), Span(1, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)]):
-        assert torch.equal(logits(checkpoint, token_ids, spans), expected)
-    assert checkpoint.config.model_type == family
+    assert checkpoint.config.model_type == _READ_AS.get(family, family)
+    if family not in _READ_AS:
+        given, own = facts(AutoConfig.from_pretrained(source)), facts(checkpoint.config)
+        assert {name: own.get(name) for name in given} == given
+
+
+@pytest.mark.parametrize("factor, trained", [(8.0, 64), pytest.param(32.0, 256, marks=pytest.mark.full)])
+def test_rotary_embeddings_are_scaled_as_in_llama_3(tmp_path: Path, factor: float, trained: int) -> None:
+    rope = {**LLAMA3, "factor": factor, "original_max_position_embeddings": trained}
+    source, path = make_tiny_gguf("llama", tmp_path, num_blocks=2, changes={"rope_parameters": rope})
+    assert "rope_freqs.weight" in {tensor.name for tensor in gguf.GGUFReader(path).tensors}
+    assert Checkpoint.from_pretrained(str(path)).config.rope_parameters == rope
+    assert_equal_to_model(path, source)
+
+
+def test_long_texts_have_factors_of_their_own(tmp_path: Path) -> None:
+    source, path = make_long_rope_gguf(tmp_path)
+    assert_equal_to_model(path, source)
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    own, given = checkpoint.config.rope_parameters, AutoConfig.from_pretrained(source).rope_parameters
+    for name in ("short_factor", "long_factor"):
+        assert own[name] == pytest.approx(given[name])
+    assert checkpoint.short_factor_length == LONG_ROPE_LENGTH
 
 
 def assert_equal_to_model(path: Path, source: Path, cleared: tuple[str, ...] = ()) -> None:
@@ -127,23 +165,6 @@ def test_a_file_whose_tensors_do_not_fit_its_settings_is_refused(
         load_span(checkpoint, Span(0, 2), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_tensors_have_the_names_that_transformers_gives_them(tmp_path: Path, family: str) -> None:
-    source, path = make_tiny_gguf(family, tmp_path)
-    weights = Checkpoint.from_pretrained(str(path)).gguf
-    assert weights is not None
-    library: Any = AutoModelForCausalLM
-    map_names: Any = get_gguf_hf_weights_map
-    processor_class: Any = TENSOR_PROCESSORS.get(ARCHITECTURES[family], TensorProcessor)
-    with LOADING:
-        model = library.from_pretrained(source)
-    names = map_names(model, processor_class(config=model.config.to_dict()), ARCHITECTURES[family])
-    expected: dict[str, list[GgufTensor]] = {}
-    for stored, tensor in weights.header.tensors.items():
-        expected.setdefault(names.get(stored) or names[stored.removesuffix(".weight")], []).append(tensor)
-    assert {name: list(weights.tensors.stored(name)) for name in weights.tensors} == expected
-
-
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_numbers_in_blocks_are_what_the_format_says(tmp_path: Path, kind: str) -> None:
     _, path = make_tiny_gguf("llama", tmp_path, kind=kind, num_blocks=1)
@@ -184,20 +205,6 @@ def test_the_tokenizer_and_what_ends_an_answer_come_from_the_file(tmp_path: Path
     assert len({tuple(each.encode(text)) for each in tokenizers}) == 1
     assert len({each.chat_template for each in tokenizers}) == 1
     assert checkpoint.generation_config().eos_token_id == [tokenizers[0].eos_token_id]
-
-
-def test_configurations_are_those_that_transformers_reads(tmp_path: Path) -> None:
-    for family in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text"):
-        _, path = make_tiny_gguf(family, tmp_path / family)
-        own = Checkpoint.from_pretrained(str(path)).config.to_dict()
-        theirs = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
-        same = {name for name in theirs if name not in {"_name_or_path", "_model_name_or_path", "dtype", "head_dim"}}
-        expected = {name: theirs[name] for name in same}
-        if family.startswith("gemma"):
-            expected["query_pre_attn_scalar"] = own["head_dim"]
-            for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-                expected[name] = own[name]
-        assert {name: own.get(name) for name in same} == expected
 
 
 def test_two_files_have_two_fingerprints_and_one_file_has_one_wherever_it_lies(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from corolla.models.packed.modules import PackedExpertWeights, PackedLinear, rep
 from corolla.models.span_model import load_span, make_span, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.gguf_files import ARCHITECTURES, make_tiny_gguf, rewrite_gguf
+from tests.gguf_files import PACKED_FAMILIES, make_tiny_gguf, rewrite_gguf
 from tests.tiers import quick
 
 TOKEN_IDS = torch.arange(5, 45)
@@ -51,7 +51,9 @@ def logits(checkpoint: Checkpoint, spans: list[Span], quantization: str, dtype: 
 
 
 @pytest.mark.parametrize("kind", quick(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"], "Q4_1"))
-@pytest.mark.parametrize("family", quick(sorted(ARCHITECTURES), "llama", kinds=sorted({*ARCHITECTURES} - {"llama"})))
+@pytest.mark.parametrize(
+    "family", quick(sorted(PACKED_FAMILIES), "llama", kinds=sorted({*PACKED_FAMILIES} - {"llama"}))
+)
 def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_rounding(
     tmp_path: Path, family: str, kind: str
 ) -> None:

@@ -1,0 +1,95 @@
+"""The inverses of what llama.cpp's converter does to tensors; the table of architectures names them.
+
+Each takes the stored tensors that make up one of the model, in the order of the table, and the model's configuration.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from corolla.models.gguf.architectures import Transform
+
+# How many neighbours of a logarithm are tried on each side, so that its exponential is the stored number again.
+_NEIGHBOURS: Final = 8
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors after one another.
+
+    Args:
+        parts: matrices `[..., rows, columns]` or vectors `[rows]`, of one dtype, on the CPU.
+
+    Returns:
+        `[..., all rows, columns]` or `[all rows]`, of the same dtype, on the CPU.
+    """
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2 if parts[0].dim() > 1 else 0)
+
+
+def _halves(rows: Tensor, num_heads: int) -> Tensor:
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _queries(parts: Sequence[Tensor], config: Any) -> Tensor:
+    return _halves(joined(parts), config.num_attention_heads)
+
+
+def _keys(parts: Sequence[Tensor], config: Any) -> Tensor:
+    return _halves(joined(parts), config.num_key_value_heads)
+
+
+def _less_one(parts: Sequence[Tensor], config: Any) -> Tensor:
+    return joined(parts) - 1
+
+
+def _logarithm(parts: Sequence[Tensor], config: Any) -> Tensor:
+    """Takes the number, among those next to the logarithm, whose exponential comes closest to what is stored."""
+    wanted = -joined(parts)
+    best = wanted.log()
+    error = (best.exp() - wanted).abs()
+    for step in (torch.inf, -torch.inf):
+        tried = wanted.log()
+        for _ in range(_NEIGHBOURS):
+            tried = torch.nextafter(tried, torch.full_like(tried, step))
+            its_error = (tried.exp() - wanted).abs()
+            best, error = torch.where(its_error < error, tried, best), torch.minimum(error, its_error)
+    return best
+
+
+def _latents(parts: Sequence[Tensor], config: Any) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = parts  # `[heads, latents, numbers]` and `[heads, numbers, latents]`
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)
+
+
+def _columns(parts: Sequence[Tensor], config: Any) -> Tensor:
+    turned = [part.transpose(1, 2) if part.dim() == 3 else part for part in parts]
+    return torch.stack(turned, dim=-1).flatten(-2).contiguous()
+
+
+TRANSFORMS: Final[Mapping[Transform, Callable[[Sequence[Tensor], Any], Tensor]]] = {
+    Transform.QUERIES: _queries,
+    Transform.KEYS: _keys,
+    Transform.LESS_ONE: _less_one,
+    Transform.LOGARITHM: _logarithm,
+    Transform.LATENTS: _latents,
+    Transform.COLUMNS: _columns,
+}
+ORDERS: Final = frozenset({None, Transform.QUERIES, Transform.KEYS})
+"""The transforms that only change the order of rows, so that the rows may stay packed; None stands for `joined`."""
+
+
+def fitted(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor in a shape that differs from its own only by dimensions of 1; otherwise as it is.
+
+    Args:
+        tensor: of any shape and dtype, on the CPU.
+
+    Returns:
+        `[*shape]`, of the same dtype, on the CPU.
+    """
+    if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
+        return tensor.reshape(tuple(shape))
+    return tensor
