@@ -70,6 +70,10 @@ async def test_a_lost_server_is_replaced_by_one_that_computes_alike(tmp_path: Pa
             assert named[alike.address] not in {named[each.address] for each in others}
             assert all("+" in named[each.address] for each in (alike, *others)), "they have the head"
             assert "+" not in named[swarm.servers[0].address]
+            kinds = {each.server.address: each.server.kind for each in (await swarm.placement()).servers}
+            # Here, the settings decide alone; the router placed the servers by them before their numerics were known.
+            assert len(set(kinds.values())) == 2
+            assert len({(kinds[address], numerics.split("+")[0]) for address, numerics in named.items()}) == 2
             await lose(swarm, first)
             await lose(swarm, alike)
             token_ids, usage = await answering

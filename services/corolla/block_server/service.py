@@ -53,7 +53,7 @@ from corolla.compute.device import (
 )
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.memory_bound import MemoryBound
-from corolla.compute.numerics import numerics_of
+from corolla.compute.numerics import kind_of, numerics_of
 from corolla.compute.speed import measure_bandwidth, measure_decode_step
 from corolla.models.edges import head_bytes
 from corolla.models.hub import Hub
@@ -73,6 +73,9 @@ _MAX_QUEUED_STEPS: Final = 1024
 
 _MOST_LOOKS: Final = 60
 """After as many seconds in one step, a device counts as hung."""
+
+_KERNEL_SETTINGS: Final = ("attention", "cuda_graphs", "fused_blocks", "page_tokens", "products")
+"""The settings that choose kernels and do not follow from the fingerprint."""
 
 _SERVICE = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"]
 
@@ -494,6 +497,11 @@ class BlockServer:
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
             device_id=device_id(torch.device(settings.device)),
+            kind=kind_of(
+                torch.device(settings.device),
+                DTYPES[settings.dtype],
+                {name: str(getattr(settings, name)) for name in _KERNEL_SETTINGS},
+            ),
             fingerprint_parts=checkpoint.fingerprint_parts(
                 settings.dtype, settings.quantization, settings.kv_cache_dtype
             ),

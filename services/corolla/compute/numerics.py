@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -27,6 +28,15 @@ def numerics_of(runner: SpanRunner, edges: Edges | None) -> Numerics:
         products = {f"product {shape}": way for shape, way in edges.product_ways.items()}
         head = digest_of(_with_threads({**machine, **products}))
     return Numerics(digest_of(_with_threads({**machine, **_choices(runner)})), head)
+
+
+def kind_of(device: torch.device, dtype: torch.dtype, settings: Mapping[str, str]) -> str:
+    """The digest of what decides the numerics of a server and is known before it has a span.
+
+    Args:
+        settings: the settings that choose kernels.
+    """
+    return digest_of({**machine_facts(device, dtype), **settings})
 
 
 def machine_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str]:

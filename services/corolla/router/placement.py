@@ -6,6 +6,7 @@ server takes the blocks with the least throughput.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,11 +28,13 @@ class HostedSpan:
         speed: Tokens per second through one block; 0: not measured.
         head_blocks: The time of what follows the model's last block (final norm, head, draft model), as a number of
             blocks. It counts only in a span with the last block.
+        kind: The server's kind; empty: not known, or the server is about to leave.
     """
 
     span: Span
     speed: float
     head_blocks: float = 0.0
+    kind: str = ""
 
     def share(self, num_blocks: int) -> int:
         """Returns the throughput that the server gives each of its blocks, in micro-tokens per second."""
@@ -87,12 +90,21 @@ def choose_span(
     speed: float,
     head_blocks: float = 0.0,
     memory: WeightMemory = ENOUGH,
+    kind: str = "",
 ) -> Span:
-    """Returns the span for a new server that most raises the minimum throughput over all blocks.
+    """Returns the span for a new server that leaves the fewest gaps, makes pairs, and raises the slowest block.
 
-    Candidates are compared by the sorted throughputs of all blocks: the higher minimum wins, then the fewer blocks at
+    Only a server that computes alike can stand by for another one without a change of tokens. So among candidates that
+    cover equally many blocks, the one wins that gives most lone servers of the new server's kind a partner. A server is
+    lone while no other one of its kind has all of its blocks.
+
+    The others are compared by the sorted throughputs of all blocks: the higher minimum wins, then the fewer blocks at
     that minimum, and so on. Among equals, the candidate that leaves fewer gaps wins, then the lowest start. Servers
     that join one after another therefore cover the model as soon as their capacities add up to it.
+
+    For example, servers of a fast kind A and a slow kind B hold 15 of 30 blocks each: one A has 0:15, one B 15:30. A
+    second A takes 0:15, although 15:30 is slower: now the two stand by for each other. A third A finds no lone A, so it
+    takes 15:30. It is lone there, until a fourth A joins it; a second B takes 15:30 as well.
 
     If memory is bounded, fewer blocks fit at the model's ends, so gaps of one length may need different numbers of
     servers. Then the first criterion is how many servers like the new one the remaining gaps need.
@@ -105,18 +117,20 @@ def choose_span(
         head_blocks: The time of final norm and head on this server, as a number of blocks. If capacities add up to
             more than the model, the server at the model's end therefore gets fewer blocks than fit.
         memory: The server's memory for weights, which the span must fit.
+        kind: The server's kind; empty: not known, so that it has no partners.
 
     Raises:
         SpanRefused: The memory does not hold even one block anywhere in the model.
     """
     length = min(capacity, num_blocks)
-    before = throughput(servers, num_blocks)
+    servers = tuple(servers)
+    before, lone = throughput(servers, num_blocks), _lone_spans(servers, kind)
     num_starts = num_blocks if head_blocks or memory != ENOUGH else num_blocks - length + 1
     spans = [span for start in range(num_starts) if (span := _longest(start, length, num_blocks, memory)) is not None]
     if not spans:
         raise SpanRefused("the memory for weights holds no block, next to what lies at the model's ends")
 
-    def rank(span: Span) -> tuple[int, list[int], int, int]:
+    def rank(span: Span) -> tuple[int, int, int, list[int], int, int]:
         share = share_at(span, num_blocks, speed, head_blocks)
         after = list(before)
         for block in range(span.start, span.end):
@@ -125,9 +139,20 @@ def choose_span(
         num_needed = 0
         if memory != ENOUGH:
             num_needed = sum(_num_servers(gap, length, num_blocks, memory) for gap in gaps)
-        return -num_needed, sorted(after), -len(gaps), -span.start
+        num_paired = sum(span.covers(other) for other in lone)
+        return -num_needed, -after.count(0), num_paired, sorted(after), -len(gaps), -span.start
 
     return max(spans, key=rank)
+
+
+def _lone_spans(servers: Iterable[HostedSpan], kind: str) -> list[Span]:
+    """Returns the spans of a kind's servers that no other server of the kind has as well."""
+    counts = Counter(each.span for each in servers if kind and each.kind == kind)
+    return [
+        span
+        for span, count in counts.items()
+        if count == 1 and not any(other.covers(span) for other in counts if other != span)
+    ]
 
 
 def _num_servers(gap: Span, length: int, num_blocks: int, memory: WeightMemory) -> int:

@@ -276,7 +276,7 @@ def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -
         hosted = roster.hosted(server.fingerprint)
         return choose_span(
             hosted, num_blocks, server.capacity_blocks, roster.speed_with(server), end_blocks_of(server),
-            memory_of(server),
+            memory_of(server), server.kind,
         )  # fmt: skip
     if wanted.end > num_blocks:
         raise SpanRefused(f"span {wanted} reaches beyond the model's {num_blocks} blocks")

@@ -154,7 +154,8 @@ class Roster:
 
 
 def _hosted(placed: pb.PlacedServer, speed: float) -> HostedSpan:
-    return HostedSpan(Span.from_message(placed.span), speed, end_blocks_of(placed.server))
+    kind = "" if placed.state == pb.SERVER_STATE_DRAINING else placed.server.kind
+    return HostedSpan(Span.from_message(placed.span), speed, end_blocks_of(placed.server), kind)
 
 
 def end_blocks_of(server: pb.ServerDescription) -> float:

@@ -191,7 +191,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("model", "fingerprint", "QuotaTake.tenant"), _text),
     **dict.fromkeys(("server_id", "turn_id", "taker_id", "request_id", "quota", "RemoveAdapterRequest.name"), _name),
     **dict.fromkeys(
-        ("tenant", "dtype", "zone", "pod_uid", "device_id", "numerics", "kernels", "revision",
+        ("tenant", "dtype", "zone", "pod_uid", "device_id", "numerics", "kernels", "kind", "revision",
          "PlanChainRequest.fingerprint", "GetPlacementRequest.model"),
         _if_given(_text),
     ),

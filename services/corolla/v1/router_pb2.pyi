@@ -198,6 +198,7 @@ class ServerDescription(_message.Message):
     DRAFT_BLOCKS_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_PARTS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The id of the server: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -229,6 +230,10 @@ class ServerDescription(_message.Message):
     """
     device_id: _builtins.str
     """Identifies the GPU that it computes with, which other servers may share; empty: a CPU."""
+    kind: _builtins.str
+    """The digest of what decides how it will compute and is known before it has a span: device kind, dtype, versions,
+    settings. Servers of one kind usually announce equal numerics, so the router gives them equal spans. Empty: unknown.
+    """
     @_builtins.property
     def fingerprint_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the fingerprint stands for: names such as `dtype`, and the value or a digest of each. Servers of earlier
@@ -256,10 +261,11 @@ class ServerDescription(_message.Message):
         draft_blocks: _builtins.float = ...,
         device_id: _builtins.str = ...,
         fingerprint_parts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "kind", b"kind", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -349,8 +355,8 @@ class RegisterServerRequest(_message.Message):
     def server(self) -> Global___ServerDescription: ...
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan:
-        """An explicit span, or that of an ordered move; unset: the router chooses the span that most raises the minimum
-        throughput over all blocks.
+        """An explicit span, or that of an ordered move; unset: the router chooses a span: it covers blocks that have
+        no server, then joins lone servers of the same kind, then raises the minimum throughput over all blocks.
         """
 
     def __init__(

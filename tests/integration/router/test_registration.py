@@ -73,6 +73,18 @@ async def test_sessions_over_equal_replicas_share_routes(router: Router, model: 
     assert sorted(routes.values()) == [10, 10, 10]
 
 
+async def test_servers_of_a_kind_get_equal_blocks(router: Router, model: str) -> None:
+    joining = [
+        BlockServer(router, model, capacity_blocks=15, kind=kind, decode_tokens_per_second=speed)
+        for kind, speed in (("a", 100.0), ("b", 10.0), ("a", 100.0), ("b", 10.0))
+    ]
+    assert [await each.join() for each in joining] == ["0:15", "15:30", "0:15", "15:30"]
+    # A partner that leaves is none.
+    joining[2].state = pb.SERVER_STATE_DRAINING
+    await joining[2].beat()
+    assert await BlockServer(router, model, capacity_blocks=15, kind="a", decode_tokens_per_second=1.0).join() == "0:15"
+
+
 async def test_twenty_at_once_over_two_routers_get_no_span_twice(start_router: StartRouter, model: str) -> None:
     routers = [await start_router(lease_ms=30_000) for _ in range(2)]
     servers = [BlockServer(routers[index % 2], model, capacity_blocks=3, num_model_blocks=60) for index in range(20)]

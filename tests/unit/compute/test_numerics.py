@@ -11,7 +11,7 @@ import torch
 
 from corolla.compute import compiled_blocks, threads
 from corolla.compute.attention import backends
-from corolla.compute.numerics import machine_facts, numerics_of
+from corolla.compute.numerics import kind_of, machine_facts, numerics_of
 from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.products import plain_layout
 from corolla.models import linear, product_rule
@@ -41,6 +41,13 @@ def test_every_choice_counts_and_the_span_does_not(checkpoint: Checkpoint) -> No
     ]  # fmt: skip
     found = {numerics_of(runner(checkpoint, **options), None).blocks for options in others}
     assert len(found | {usual.blocks}) == len(others) + 1
+
+
+def test_the_kind_of_a_server_follows_from_device_dtype_and_settings() -> None:
+    usual = kind_of(torch.device("cpu"), torch.float32, {"products": "auto"})
+    assert kind_of(torch.device("cpu"), torch.float32, {"products": "auto"}) == usual
+    assert kind_of(torch.device("cpu"), torch.bfloat16, {"products": "auto"}) != usual
+    assert kind_of(torch.device("cpu"), torch.float32, {"products": "library"}) != usual
 
 
 def test_ways_to_multiply_count(checkpoint: Checkpoint) -> None:

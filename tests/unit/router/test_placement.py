@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -44,6 +45,68 @@ def test_the_chosen_span_is_the_best_of_all(
     assert chosen in spans
     # Lists compare block by block from the least: the order that the placement promises.
     assert after(chosen) == max(map(after, spans))
+
+
+def joined(order: str, num_blocks: int = 30) -> dict[str, list[str]]:
+    """The spans of servers that join in this order, by kind. Each holds half of the blocks; kind A is twice as fast."""
+    servers: list[HostedSpan] = []
+    for kind in order:
+        speed = 20.0 if kind == "A" else 10.0
+        span = choose_span(servers, num_blocks, num_blocks // 2, speed, kind=kind)
+        servers.append(HostedSpan(span, speed, kind=kind))
+    return {kind: [str(each.span) for each in servers if each.kind == kind] for kind in sorted(set(order))}
+
+
+def test_a_server_joins_a_lone_one_of_its_kind_before_it_helps_the_slowest_block() -> None:
+    assert joined("ABA") == {"A": ["0:15", "0:15"], "B": ["15:30"]}
+    # A third one is lone wherever it goes.
+    assert joined("ABAA") == {"A": ["0:15", "0:15", "15:30"], "B": ["15:30"]}
+    assert joined("ABAAA") == {"A": ["0:15", "0:15", "15:30", "15:30"], "B": ["15:30"]}
+    assert joined("ABAB") == {"A": ["0:15", "0:15"], "B": ["15:30", "15:30"]}
+
+
+def test_a_server_covers_a_gap_before_it_makes_a_pair() -> None:
+    assert joined("AA") == {"A": ["0:15", "15:30"]}
+
+
+@given(st.lists(st.sampled_from("AB"), max_size=8).map("".join))
+def test_a_kind_has_one_lone_server_at_most_but_for_those_that_covered_a_gap(order: str) -> None:
+    covering = order[:2]
+    for kind, spans in joined(order).items():
+        lone = [span for span in spans if spans.count(span) == 1]
+        assert len(lone) <= max(1, covering.count(kind))
+
+
+@pytest.mark.parametrize(
+    "others, capacity, expected",
+    [
+        # Of two lone servers, the one on the slower blocks gets the partner.
+        ([(0, 10, "A"), (10, 20, "A"), (0, 10, "B")], 10, "10:20"),
+        # A longer span holds the blocks of both.
+        ([(0, 5, "A"), (5, 10, "A"), (10, 20, "B")], 10, "0:10"),
+        # Servers of other kinds, and of no known kind, are no partners.
+        ([(0, 10, "B"), (0, 10, ""), (10, 20, "B")], 10, "10:20"),
+        # One that holds more blocks is a partner as well, and a part of the blocks is none.
+        ([(0, 10, "A"), (0, 20, "A"), (0, 10, "B"), (10, 20, "B")], 10, "10:20"),
+        ([(0, 12, "A"), (0, 12, "B"), (12, 20, "B")], 10, "10:20"),
+    ],
+)
+def test_partners_hold_all_blocks_of_each_other(
+    others: list[tuple[int, int, str]], capacity: int, expected: str
+) -> None:
+    servers = [HostedSpan(Span(start, end), 10.0, kind=kind) for start, end, kind in others]
+    assert str(choose_span(servers, 20, capacity, 10.0, kind="A")) == expected
+
+
+@given(clusters(), st.integers(1, 16), HEADS)
+def test_without_a_kind_only_throughput_counts(
+    cluster: tuple[list[HostedSpan], int], capacity: int, head_blocks: float
+) -> None:
+    servers, num_blocks = cluster
+    of_kinds = [replace(each, kind=kind) for each, kind in zip(servers, itertools.cycle(("", "A", "B")), strict=False)]
+    plain = choose_span(servers, num_blocks, capacity, 7.0, head_blocks)
+    assert choose_span(of_kinds, num_blocks, capacity, 7.0, head_blocks) == plain
+    assert choose_span(servers, num_blocks, capacity, 7.0, head_blocks, kind="A") == plain
 
 
 @given(clusters())
