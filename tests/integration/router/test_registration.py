@@ -79,7 +79,7 @@ async def test_servers_of_a_kind_get_equal_blocks(router: Router, model: str) ->
         for kind, speed in (("a", 100.0), ("b", 10.0), ("a", 100.0), ("b", 10.0))
     ]
     assert [await each.join() for each in joining] == ["0:15", "15:30", "0:15", "15:30"]
-    # A partner that leaves is none.
+    # A server that leaves does not count as a partner.
     joining[2].state = pb.SERVER_STATE_DRAINING
     await joining[2].beat()
     assert await BlockServer(router, model, capacity_blocks=15, kind="a", decode_tokens_per_second=1.0).join() == "0:15"

@@ -80,13 +80,13 @@ def test_a_kind_has_one_lone_server_at_most_but_for_those_that_covered_a_gap(ord
 @pytest.mark.parametrize(
     "others, capacity, expected",
     [
-        # Of two lone servers, the one on the slower blocks gets the partner.
+        # The lone server on the slower blocks gets the partner.
         ([(0, 10, "A"), (10, 20, "A"), (0, 10, "B")], 10, "10:20"),
         # A longer span holds the blocks of both.
         ([(0, 5, "A"), (5, 10, "A"), (10, 20, "B")], 10, "0:10"),
-        # Servers of other kinds, and of no known kind, are no partners.
+        # Servers of other kinds, and of no known kind, do not count as partners.
         ([(0, 10, "B"), (0, 10, ""), (10, 20, "B")], 10, "10:20"),
-        # One that holds more blocks is a partner as well, and a part of the blocks is none.
+        # A server that holds more blocks is a partner as well; one that holds a part does not count.
         ([(0, 10, "A"), (0, 20, "A"), (0, 10, "B"), (10, 20, "B")], 10, "10:20"),
         ([(0, 12, "A"), (0, 12, "B"), (12, 20, "B")], 10, "10:20"),
     ],
