@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import grpc
@@ -23,6 +25,18 @@ SETTLING_S: Final = 5.0
 """How long servers that a store has forgotten may take to register again."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The servers that a router pushed, by id, and whether they have a chain over all blocks."""
+
+    by_id: Mapping[str, pb.PlacedServer]
+    is_complete: bool
+
+    @property
+    def servers(self) -> list[pb.PlacedServer]:
+        return list(self.by_id.values())
+
+
 class PlacementWatch:
     """Follows the router's pushes and remembers the newest snapshot.
 
@@ -32,34 +46,37 @@ class PlacementWatch:
 
     Attributes:
         num_updates: how many snapshots a router has pushed.
+        turn: the place among equal servers where this process's sessions begin, from 0 to 1. A router spreads its
+            watchers evenly.
     """
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
-        self._placement: pb.Placement | None = None
-        self._complete: pb.Placement | None = None
+        self._snapshot: _Snapshot | None = None
+        self._complete: _Snapshot | None = None
         self._adapters: Sequence[pb.RegisteredAdapter] = ()
         self._incomplete_since_s = 0.0
         self._next_look_s = 0.0
         self._look: asyncio.Future[Sequence[pb.RegisteredAdapter]] | None = None
         self._published = asyncio.Event()
         self.num_updates = 0
+        self.turn = random.random()
 
     @property
     def is_complete(self) -> bool:
         """The newest snapshot has a chain over all blocks."""
-        return self._placement is not None and self._placement.HasField("cheapest_chain")
+        return self._snapshot is not None and self._snapshot.is_complete
 
     @property
     def servers(self) -> Sequence[pb.PlacedServer]:
         """All servers that are known to be registered, or that may register again after their store lost its data."""
-        if self._placement is None:
+        if self._snapshot is None:
             return ()
+        servers = self._snapshot.servers
         if self._complete is None or not self.is_settling:
-            return self._placement.servers
-        listed = {each.server.address for each in self._placement.servers}
-        unlisted = [each for each in self._complete.servers if each.server.address not in listed]
-        return [*self._placement.servers, *unlisted]
+            return servers
+        listed = {each.server.address for each in servers}
+        return [*servers, *(each for each in self._complete.servers if each.server.address not in listed)]
 
     def adapters_for(self, tenant: str) -> list[str]:
         """The names of the adapters that a tenant may use."""
@@ -118,7 +135,7 @@ class PlacementWatch:
     @property
     def is_settling(self) -> bool:
         """The placement became incomplete less than SETTLING_S ago, so that lost servers may register again."""
-        if self._placement is None or self._placement is self._complete:
+        if self._snapshot is None or self._snapshot is self._complete:
             return False
         return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S
 
@@ -133,9 +150,9 @@ class PlacementWatch:
         has_logged = False
         while True:
             try:
-                request = pb.WatchPlacementRequest(model=self._control.model)
+                request = pb.WatchPlacementRequest(model=self._control.model, takes_changes=True)
                 async for placement in self._control.stub.WatchPlacement(request):
-                    self._take(placement)
+                    self.take(placement)
                     has_logged = False
             except grpc.RpcError as failure:
                 if not has_logged:
@@ -146,17 +163,41 @@ class PlacementWatch:
                 has_logged = True
             await asyncio.sleep(_RETRY_INTERVAL_S)
 
-    def _take(self, placement: pb.Placement) -> None:
-        was_complete = self._placement is self._complete
-        self._placement = placement
+    def take(self, placement: pb.Placement) -> None:
+        """Takes a router's push: a whole placement, or what changed since the last one."""
+        was_complete = self._snapshot is self._complete
+        if placement.HasField("turn") and 0 <= placement.turn <= 1:
+            self.turn = placement.turn
+        is_complete = placement.HasField("cheapest_chain")
+        if placement.HasField("change"):
+            by_id = {} if self._snapshot is None else dict(self._snapshot.by_id)
+            _change(by_id, placement)
+        else:
+            by_id = {each.server.server_id: each for each in placement.servers}
+        self._snapshot = _Snapshot(by_id, is_complete)
         self.num_updates += 1
-        self._adapters = still_registered(self._adapters, placement.adapters, placement.removed_adapters)
-        if placement.HasField("cheapest_chain"):
-            self._complete = placement
+        if not placement.change.same_adapters:
+            self._adapters = still_registered(self._adapters, placement.adapters, placement.removed_adapters)
+        if is_complete:
+            self._complete = self._snapshot
         elif was_complete:
             self._incomplete_since_s = asyncio.get_running_loop().time()
         published, self._published = self._published, asyncio.Event()
         published.set()
+
+
+def _change(servers: dict[str, pb.PlacedServer], placement: pb.Placement) -> None:
+    """Applies what a router says has changed to the servers by id."""
+    for server_id in placement.change.gone_server_ids:
+        servers.pop(server_id, None)
+    for each in placement.servers:
+        if each.HasField("span"):
+            servers[each.server.server_id] = each
+        elif (before := servers.get(each.server.server_id)) is not None:
+            servers[each.server.server_id] = pb.PlacedServer(
+                server=before.server, span=before.span, state=each.state, load=each.load, suspected=each.suspected,
+                doubted=each.doubted,
+            )  # fmt: skip
 
 
 def _adapter(adapters: Sequence[pb.RegisteredAdapter], name: str) -> pb.RegisteredAdapter | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -30,7 +29,7 @@ from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects, plan_replacements
-from corolla.planning.replicas import PlannedSession, Replicas
+from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
@@ -350,9 +349,7 @@ class Routes:
             self._bookings.hear(servers, asyncio.get_running_loop().time())
             ready = candidates(servers, fingerprint=self._fingerprint)
             self._ids = {each.address: each.server_id for each in ready}
-            # The planner takes the first of equal servers, so a shuffle spreads the sessions over them.
-            random.shuffle(ready)
-            self._grouped = state, Replicas(ready)
+            self._grouped = state, Replicas(in_turn(ready, self._placement.turn))
         return self._grouped[1]
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:

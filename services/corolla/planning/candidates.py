@@ -19,6 +19,8 @@ SESSION_LOAD: Final = 0.05
 MOST_TIMES_TYPICAL: Final = 32.0
 """A server's speed counts up to this many times the typical one; devices in one pool may differ by a factor of 20."""
 
+_SPEED_STEP: Final = 1.05
+
 SLOW_TIMES: Final = 8.0
 """A chain is slow when a token takes more than this many times as long as its servers' figures predict, plus
 `_SLOW_HOP_SECONDS` for each hop."""
@@ -39,6 +41,11 @@ def counted_speed(placed: pb.PlacedServer, bound: float) -> float:
         bound: The server's entry in `speed_bounds`.
     """
     return min(_claimed_speed(placed), bound)
+
+
+def steady(speed: float) -> float:
+    """Rounds a speed to steps of 5 %, so that small differences between measurements do not count."""
+    return _SPEED_STEP ** round(math.log(speed, _SPEED_STEP)) if speed > 0 else 0.0
 
 
 def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
@@ -127,6 +134,8 @@ def _candidate(placed: pb.PlacedServer, bound: float) -> Candidate:
     seconds_per_block = 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
     if load.decode_step_seconds > 0:
         seconds_per_block = max(load.decode_step_seconds / len(span), 1 / bound)
+    # Servers that are about equal share sessions; else all planners would prefer the one that measured best.
+    seconds_per_block = steady(seconds_per_block)
     return Candidate(
         server_id=server.server_id,
         address=server.address,

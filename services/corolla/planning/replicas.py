@@ -2,14 +2,18 @@
 
 Of servers with the same weights, span, zone and numerics, a cheapest chain needs only those that no other one beats,
 both for each block and at its entry: the Pareto front. Each plan finds the fronts anew, since sessions exclude other
-servers and need different room. But the servers of a kind are sorted once for each placement, and the search ends where
+servers and need different room. But the servers of a kind are in the order of their costs, and the search ends where
 all later ones are beaten. So a plan takes about as long with a thousand servers as with ten.
+
+The order follows the sessions that plans book: a server's cost is looked up when its turn comes, and moves it back if
+it has risen. Costs fall with the next placement only.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, NamedTuple
+from operator import attrgetter
+from typing import Final
 
 from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate
@@ -45,14 +49,22 @@ class PlannedSession:
 
     def counted(self, server: Candidate) -> Candidate | None:
         """Returns the server with its booked load and the prompt that it must compute; None if it is excluded."""
-        if server.server_id in self.excluded:
-            return None
-        booked = self.booked(server.server_id)
-        has_pages = self.num_tokens == 0 or self.num_tokens + booked.num_tokens <= server.room_tokens
-        seconds = server.seconds_per_block + booked.num_sessions * server.session_seconds
+        return None if server.server_id in self.excluded else self.with_seconds(server, self.seconds(server))
+
+    def seconds(self, server: Candidate) -> float:
+        """Returns the seconds per block with the booked load and the prompt that the server must compute."""
         # The tokens of the prompt that this server must compute, and that the best one holds.
         num_missing = self.most_held - self.held.get(server.server_id, 0)
-        seconds += num_missing * server.prompt_seconds / ANSWER_TOKENS
+        return self.loaded_seconds(server) + num_missing * server.prompt_seconds / ANSWER_TOKENS
+
+    def loaded_seconds(self, server: Candidate) -> float:
+        """Returns the seconds per block with the booked load, which are the same for any session."""
+        return server.seconds_per_block + self.booked(server.server_id).num_sessions * server.session_seconds
+
+    def with_seconds(self, server: Candidate, seconds: float) -> Candidate:
+        """Returns the server with these seconds per block, and with whether it has pages for the session."""
+        num_tokens = self.num_tokens and self.num_tokens + self.booked(server.server_id).num_tokens
+        has_pages = num_tokens <= server.room_tokens
         if has_pages == server.has_pages and seconds == server.seconds_per_block:
             return server
         return replace(server, seconds_per_block=seconds, has_pages=has_pages)
@@ -62,19 +74,32 @@ _Kind = tuple[str, Span, str, Numerics, bool]
 _Role = tuple[str, Span, str]
 
 
-class _Alike(NamedTuple):
-    """The servers of one kind, by their seconds per block, which a session can only raise."""
+@dataclass(slots=True)
+class _Known:
+    """A server, and its seconds per block when they were last looked up. Sessions only raise them."""
 
-    servers: Sequence[Candidate]
-    least_prompt_seconds: float
+    server: Candidate
+    seconds: float
+
+
+class _Alike:
+    """The servers of one kind, by their known seconds per block."""
+
+    def __init__(self, servers: Iterable[Candidate]) -> None:
+        self.known = [_Known(each, each.seconds_per_block) for each in servers]
+        self.least_prompt_seconds = min(each.server.prompt_seconds for each in self.known)
+        self.sort()
+
+    def sort(self) -> None:
+        """Equal servers stay in their order."""
+        self.known.sort(key=attrgetter("seconds"))
 
 
 class Replicas:
     """The ready servers of one placement.
 
     Args:
-        servers: The candidates without booked loads. Of equal servers, the first one is chosen first, so a caller that
-            shuffles them spreads sessions over them.
+        servers: The candidates without booked loads. Of equal servers, the first one is chosen first; see `in_turn`.
     """
 
     def __init__(self, servers: Iterable[Candidate]) -> None:
@@ -85,12 +110,7 @@ class Replicas:
             self._by_id[each.server_id] = each
             by_kind.setdefault(_kind(each), []).append(each)
             self._in_role.setdefault(_role(each), []).append(each)
-        self._alike = {
-            kind: _Alike(
-                sorted(alike, key=lambda each: each.seconds_per_block), min(each.prompt_seconds for each in alike)
-            )
-            for kind, alike in by_kind.items()
-        }
+        self._alike = {kind: _Alike(alike) for kind, alike in by_kind.items()}
         self._ranks: dict[str, int] = {}
         for replicas in self._in_role.values():
             replicas.sort(key=lambda each: each.server_id)
@@ -124,6 +144,25 @@ class Replicas:
         return alike[rank * len(alike) // count : -(-(rank + 1) * len(alike) // count)]
 
 
+def in_turn(servers: Iterable[Candidate], turn: float) -> list[Candidate]:
+    """Returns the servers so that those of each role begin at another one; among equals, the first is chosen first.
+
+    All planners have the replicas of a role in one order, round a circle. If their turns are spread evenly, so are the
+    sessions that they place between two heartbeats, when they do not know of each other's.
+
+    Args:
+        turn: Where this planner begins, from 0 to 1.
+    """
+    roles: dict[_Role, list[Candidate]] = {}
+    for each in sorted(servers, key=lambda each: each.server_id):
+        roles.setdefault(_role(each), []).append(each)
+    found = []
+    for replicas in roles.values():
+        first = int(turn * len(replicas)) % len(replicas)
+        found += [*replicas[first:], *replicas[:first]]
+    return found
+
+
 class _Front:
     """Collects the servers of one kind that fewer than `num_of_each` others beat for a session."""
 
@@ -144,9 +183,12 @@ class _Front:
 
     def consider(self, server: Candidate) -> None:
         """Adds the server to the front unless others beat it."""
-        counted = self._session.counted(server)
-        if counted is None or self.is_beaten(counted.seconds_per_block, counted.queue_seconds):
+        if server.server_id in self._session.excluded:
             return
+        seconds = self._session.seconds(server)
+        if self.is_beaten(seconds, server.queue_seconds):
+            return
+        counted = self._session.with_seconds(server, seconds)
         if counted.has_pages:
             self._found.append(counted)
         elif self._full is None:
@@ -170,12 +212,18 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
     ids = {each.server_id for each in holders}
     # The others have to compute all that the best one holds.
     least_more = session.most_held * alike.least_prompt_seconds / ANSWER_TOKENS
-    for server in alike.servers:
+    is_sorted = True
+    for known in alike.known:
         # No later server is faster, and the queue of none is shorter than none.
-        if front.is_beaten(server.seconds_per_block + least_more):
+        if front.is_beaten(known.seconds + least_more):
             break
-        if server.server_id not in ids:
-            front.consider(server)
+        seconds = session.loaded_seconds(known.server)
+        if seconds > known.seconds:
+            known.seconds, is_sorted = seconds, False
+        if known.server.server_id not in ids:
+            front.consider(known.server)
+    if not is_sorted:
+        alike.sort()
     return front.servers()
 
 

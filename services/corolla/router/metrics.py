@@ -99,7 +99,7 @@ class RouterMetrics:
         states = collections.Counter(each.state for each in roster.servers)
         for state, name in _STATES.items():
             self._servers.labels(model, name).set(states[state])
-        self._uncovered_blocks.labels(model).set(sum(map(len, roster.uncovered())))
+        self._uncovered_blocks.labels(model).set(sum(map(len, roster.uncovered)))
         self._single_copy_blocks.labels(model).set(roster.num_single_copy_blocks())
         self._slowest_block.labels(model).set(roster.slowest_block_tokens_per_second())
         self._sessions.labels(model).set(num_sessions)

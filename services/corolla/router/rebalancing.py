@@ -6,7 +6,6 @@ the head. The search excludes moves that would take away a block's only server u
 returns how good the best layout is that the other moves can reach, and the first move on a shortest way there.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,8 +16,6 @@ from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
 """The search ends after so many layouts: small pools have fewer, and larger ones take some tenths of a second."""
-
-_SPEED_STEP: Final = 1.05
 
 # The start of each movable server's span.
 _Layout = tuple[int, ...]
@@ -48,11 +45,6 @@ class Move:
     server_id: str
     span: Span
     covers: bool
-
-
-def steady(speed: float) -> float:
-    """Rounds a speed to steps of 5 %, so that small changes of measurements change nothing."""
-    return _SPEED_STEP ** round(math.log(speed, _SPEED_STEP)) if speed > 0 else 0.0
 
 
 def next_move(

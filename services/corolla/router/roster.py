@@ -4,15 +4,16 @@ This module converts what servers report to the inputs of placement and planner,
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from corolla.chassis.errors import CorollaError
-from corolla.planning.candidates import by_fingerprint, candidates, chain_of, counted_speed, speed_bounds
-from corolla.planning.planner import least_uncovered, plan_around_suspects
+from corolla.planning.candidates import by_fingerprint, chain_of, counted_speed, speed_bounds, steady
+from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
+from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
-from corolla.router.rebalancing import Member, steady
+from corolla.router.rebalancing import Member
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
@@ -119,38 +120,80 @@ class Roster:
             and Span.from_message(placed.span).covers(Span.from_message(hop.span))
         )
 
+    @cached_property
+    def _groups(self) -> Sequence[Sequence[Candidate]]:
+        """The ready servers by fingerprint."""
+        return list(by_fingerprint(self.servers))
+
+    @cached_property
     def uncovered(self) -> list[Span]:
-        """Returns the blocks without a ready server, for the fingerprint that covers most blocks."""
+        """The blocks without a ready server, for the fingerprint that covers most blocks."""
         if not self.is_known:
             return []
-        return least_uncovered(by_fingerprint(self.servers), Span(0, self.num_blocks))
+        return least_uncovered(self._groups, Span(0, self.num_blocks))
 
     def num_single_copy_blocks(self) -> int:
         """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most blocks."""
         copies = [
             Counter(block for each in group for block in range(each.span.start, each.span.end))
-            for group in by_fingerprint(self.servers)
+            for group in self._groups
         ]
         return list(max(copies, key=len, default=Counter()).values()).count(1)
 
+    @cached_property
     def placement(self) -> pb.Placement:
-        """Returns the message for watchers, with the cheapest chain if there is one."""
+        """The message for watchers, with the cheapest chain if there is one. It must not be changed."""
+        message = self._message()
+        message.servers.extend(self.servers)
+        message.adapters.extend(self.adapters)
+        message.removed_adapters.extend(self.removed_adapters)
+        return message
+
+    def changes_since(self, before: "Roster") -> pb.Placement:
+        """Returns the message for watchers that know the placement `before`."""
+        message = self._message()
+        message.change.gone_server_ids.extend(before._by_id.keys() - self._by_id.keys())
+        for each in self.servers:
+            known = before._by_id.get(each.server.server_id)
+            if known is each:
+                continue
+            if known is not None and (known.server, known.span) == (each.server, each.span):
+                message.servers.add(
+                    server=pb.ServerDescription(server_id=each.server.server_id), state=each.state, load=each.load,
+                    suspected=each.suspected, doubted=each.doubted,
+                )  # fmt: skip
+            else:
+                message.servers.append(each)
+        message.change.same_adapters = (self.adapters, self.removed_adapters) == (
+            before.adapters, before.removed_adapters,
+        )  # fmt: skip
+        if not message.change.same_adapters:
+            message.adapters.extend(self.adapters)
+            message.removed_adapters.extend(self.removed_adapters)
+        return message
+
+    def _message(self) -> pb.Placement:
+        """Returns what watchers learn of the placement as a whole."""
         message = pb.Placement(
             model=self.model,
             version=self.version,
             num_model_blocks=self.num_blocks,
-            servers=self.servers,
-            uncovered=[span.to_message() for span in self.uncovered()],
-            adapters=self.adapters,
-            removed_adapters=self.removed_adapters,
+            uncovered=[span.to_message() for span in self.uncovered],
         )
-        if self.is_known:
-            try:
-                planned = plan_around_suspects(candidates(self.servers), self.num_blocks)
-                message.cheapest_chain.CopyFrom(chain_of(planned.hops, planned.fingerprint))
-            except CorollaError:
-                message.ClearField("cheapest_chain")
+        if self._cheapest_chain is not None:
+            message.cheapest_chain.CopyFrom(self._cheapest_chain)
         return message
+
+    @cached_property
+    def _cheapest_chain(self) -> common_pb2.Chain | None:
+        if not self.is_known:
+            return None
+        usable = Replicas(each for group in self._groups for each in group).usable(PlannedSession())
+        try:
+            planned = plan_around_suspects(usable, self.num_blocks)
+        except CorollaError:
+            return None
+        return chain_of(planned.hops, planned.fingerprint)
 
 
 def _hosted(placed: pb.PlacedServer, speed: float) -> HostedSpan:

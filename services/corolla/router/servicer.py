@@ -14,7 +14,7 @@ from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import plan_around_suspects
-from corolla.planning.replicas import PlannedSession, Replicas
+from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
@@ -116,7 +116,7 @@ class RouterServicer:
         model = request.model or await self._only_model()
         if not model:
             return pb.Placement()
-        placement = (await self.registry.snapshot(model)).placement()
+        placement = (await self.registry.snapshot(model)).placement
         return shown_to(workload_of_call(call.context.auth_context()), placement)
 
     async def _only_model(self) -> str:
@@ -130,7 +130,7 @@ class RouterServicer:
         self, request: pb.WatchPlacementRequest, call: Call[Caller]
     ) -> AsyncIterator[pb.Placement]:
         caller = workload_of_call(call.context.auth_context())
-        async for placement in self.watches.watch(request.model):
+        async for placement in self.watches.watch(request.model, takes_changes=request.takes_changes):
             yield shown_to(caller, placement)
 
     # --- session records ---
@@ -193,6 +193,7 @@ class _Planning:
         self.bookings = Bookings(_BOOKING_LAG_S)
         self._roster: Roster | None = None
         self._regroup_s = 0.0
+        self._turn = random.random()
         self._replicas = Replicas(())
 
     def replicas(self, roster: Roster, now_s: float) -> Replicas:
@@ -206,10 +207,7 @@ class _Planning:
         if is_changed or (before is not roster and now_s >= self._regroup_s):
             self._roster, self._regroup_s = roster, now_s + _REGROUP_S_OF_A_SERVER * len(roster.servers)
             self.bookings.hear(roster.servers, now_s)
-            ready = candidates(roster.servers)
-            # The planner prefers the first of equal servers, so shuffling spreads the sessions over them.
-            random.shuffle(ready)
-            self._replicas = Replicas(ready)
+            self._replicas = Replicas(in_turn(candidates(roster.servers), self._turn))
         return self._replicas
 
 

@@ -555,10 +555,16 @@ class Placement(_message.Message):
     CHEAPEST_CHAIN_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     REMOVED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     """Grows with each change."""
     num_model_blocks: _builtins.int
+    turn: _builtins.float
+    """For a watcher: the place among equal servers where its sessions begin, from 0 to 1. A router spreads its watchers
+    evenly, so that they do not meet on the same servers between two heartbeats.
+    """
     @_builtins.property
     def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedServer]: ...
     @_builtins.property
@@ -577,6 +583,13 @@ class Placement(_message.Message):
     def removed_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterVersion]:
         """Versions that were removed or replaced within a day. If Redis loses its data, it loses these, too."""
 
+    @_builtins.property
+    def change(self) -> Global___PlacementChange:
+        """If set, the message says what has changed since the message before it on the same watch. `servers` then lists only
+        new and changed servers. Those of which only state, load and marks have changed have no span, and no description
+        but the id.
+        """
+
     def __init__(
         self,
         *,
@@ -588,14 +601,42 @@ class Placement(_message.Message):
         cheapest_chain: _common_pb2.Chain | None = ...,
         adapters: _abc.Iterable[Global___RegisteredAdapter] | None = ...,
         removed_adapters: _abc.Iterable[_common_pb2.AdapterVersion] | None = ...,
+        turn: _builtins.float | None = ...,
+        change: Global___PlacementChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cheapest_chain", b"cheapest_chain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_turn", b"_turn", "change", b"change", "cheapest_chain", b"cheapest_chain", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cheapest_chain", b"cheapest_chain", "model", b"model", "num_model_blocks", b"num_model_blocks", "removed_adapters", b"removed_adapters", "servers", b"servers", "uncovered", b"uncovered", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_turn", b"_turn", "adapters", b"adapters", "change", b"change", "cheapest_chain", b"cheapest_chain", "model", b"model", "num_model_blocks", b"num_model_blocks", "removed_adapters", b"removed_adapters", "servers", b"servers", "turn", b"turn", "uncovered", b"uncovered", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__turn: _TypeAlias = _typing.Literal["turn"]  # noqa: Y015
+    _WhichOneofArgType__turn: _TypeAlias = _typing.Literal["_turn", b"_turn"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__turn) -> _WhichOneofReturnType__turn | None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class PlacementChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GONE_SERVER_IDS_FIELD_NUMBER: _builtins.int
+    SAME_ADAPTERS_FIELD_NUMBER: _builtins.int
+    same_adapters: _builtins.bool
+    """Whether the adapters, and the removed ones, are as before; then they are not listed."""
+    @_builtins.property
+    def gone_server_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        gone_server_ids: _abc.Iterable[_builtins.str] | None = ...,
+        same_adapters: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_server_ids", b"gone_server_ids", "same_adapters", b"same_adapters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Placement: _TypeAlias = Placement  # noqa: Y015
+Global___PlacementChange: _TypeAlias = PlacementChange  # noqa: Y015
 
 @_typing.final
 class PlanChainRequest(_message.Message):
@@ -704,15 +745,19 @@ class WatchPlacementRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    TAKES_CHANGES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
+    takes_changes: _builtins.bool
+    """Whether to send only what changes, after a first whole placement. Routers of earlier releases ignore this."""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        takes_changes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "takes_changes", b"takes_changes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

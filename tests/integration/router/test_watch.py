@@ -26,11 +26,14 @@ from tests.integration.router.conftest import FAST, FAST_INTERVALS, BlockServer,
 
 
 @asynccontextmanager
-async def watching(router: Router, model: str) -> AsyncIterator["asyncio.Queue[pb.Placement]"]:
+async def watching(
+    router: Router, model: str, *, takes_changes: bool = False
+) -> AsyncIterator["asyncio.Queue[pb.Placement]"]:
     pushed: asyncio.Queue[pb.Placement] = asyncio.Queue()
 
     async def follow() -> None:
-        async for placement in router.stub.WatchPlacement(pb.WatchPlacementRequest(model=model)):
+        request = pb.WatchPlacementRequest(model=model, takes_changes=takes_changes)
+        async for placement in router.stub.WatchPlacement(request):
             await pushed.put(placement)
 
     task = asyncio.create_task(follow())
@@ -67,6 +70,31 @@ async def test_changes_are_pushed_by_every_router(start_router: StartRouter, mod
             ready = await until(pushed, lambda placement: not placement.uncovered)
             assert spans(ready.cheapest_chain) == ["0:30"]
             assert ready.version > joining.version
+
+
+async def test_who_takes_changes_is_sent_a_whole_placement_and_then_what_changes(router: Router, model: str) -> None:
+    servers = [BlockServer(router, model, capacity_blocks=30) for _ in range(3)]
+    for each in servers:
+        await each.join("0:30")
+    async with (
+        watching(router, model, takes_changes=True) as pushed,
+        watching(router, model, takes_changes=True) as other,
+    ):
+        first = await pushed.get()
+        assert len(first.servers) == 3
+        assert not first.HasField("change")
+        assert 0 <= first.turn < 1
+        assert (await other.get()).turn != first.turn
+        servers[0].load.num_sessions = 7
+        await servers[0].beat()
+        (changed,) = (await until(pushed, lambda placement: placement.servers)).servers
+        assert (changed.server.server_id, changed.load.num_sessions) == (servers[0].server_id, 7)
+        assert (changed.server.address, changed.HasField("span")) == ("", False)
+        await servers[1].leave()
+        gone = await until(pushed, lambda placement: placement.change.gone_server_ids)
+        assert list(gone.change.gone_server_ids) == [servers[1].server_id]
+        assert gone.change.same_adapters
+        assert len(gone.cheapest_chain.hops) == 1
 
 
 async def test_an_expired_lease_is_pushed(start_router: StartRouter, model: str) -> None:

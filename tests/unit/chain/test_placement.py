@@ -1,6 +1,8 @@
 """The servers that a client service plans with."""
 
 import asyncio
+import math
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
 from typing import Any, cast
@@ -11,6 +13,7 @@ from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import AdapterNotFound, NoChain
+from corolla.router.roster import Roster, place_of
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.simulation.loop import VirtualLoop
@@ -122,6 +125,60 @@ async def test_a_complete_placement_needs_no_memory(router: Router, watch: Place
     await router.push(placement("a1", "b1", "c1", complete=True))
     await router.push(placement("a1", "b1", complete=True))
     assert names(watch) == ["a1", "b1"]
+
+
+def server_of(source: random.Random, number: int) -> pb.PlacedServer:
+    """A server whose id may come again with other blocks, at another address."""
+    placed = pb.PlacedServer(
+        server=pb.ServerDescription(server_id=f"s{number}", address=f"host:{source.choice([number + 1, 100])}"),
+        span=common_pb2.BlockSpan(start=source.randrange(2), end=2),
+        state=source.choice([pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY]),
+        suspected=source.random() < 0.3, doubted=source.random() < 0.3,
+    )  # fmt: skip
+    placed.load.heartbeat_number = source.randrange(2)
+    if source.random() < 0.5:
+        placed.load.max_session_tokens = source.randrange(3)
+    return placed
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_who_takes_changes_knows_what_a_whole_placement_says(seed: int) -> None:
+    source = random.Random(seed)
+    whole, changing = (PlacementWatch(cast(ControlPlane, Router())) for _ in range(2))
+    adapters = [pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name=name, digest="0" * 64)) for name in "ab"]
+    before: Roster | None = None
+    for _ in range(20):
+        # What has not changed is the same object, as in a router's mirror.
+        known = {} if before is None else {each.server.server_id: each for each in before.servers}
+        servers = [
+            known[f"s{number}"] if f"s{number}" in known and source.random() < 0.5 else server_of(source, number)
+            for number in range(6)
+            if source.random() < 0.7
+        ]
+        registered = tuple(adapters[: source.choice([0, 1, 1, 2, 2])])
+        now = Roster("m", 1, 2, tuple(sorted(servers, key=place_of)), adapters=registered)
+        whole.take(now.placement)
+        message = now.placement if before is None else now.changes_since(before)
+        changing.take(pb.Placement.FromString(message.SerializeToString()))
+        before = now
+        assert sorted(changing.servers, key=place_of) == sorted(whole.servers, key=place_of)
+        assert changing.is_settling or len(changing.servers) == len(now.servers)
+        assert (changing.is_complete, changing.adapters_for("t")) == (whole.is_complete, whole.adapters_for("t"))
+
+
+@pytest.mark.parametrize("turn", [math.nan, math.inf, -1.0, 2.0**1000])
+async def test_a_turn_that_is_none_is_not_taken(turn: float) -> None:
+    watch = PlacementWatch(cast(ControlPlane, Router()))
+    watch.take(pb.Placement(turn=0.25))
+    watch.take(pb.Placement(turn=turn))
+    assert watch.turn == 0.25
+
+
+async def test_a_change_of_a_server_that_is_not_known_is_ignored() -> None:
+    watch = PlacementWatch(cast(ControlPlane, Router()))
+    unknown = pb.PlacedServer(server=pb.ServerDescription(server_id="s"))
+    watch.take(pb.Placement(servers=[unknown], change=pb.PlacementChange(gone_server_ids=["s", "t"])))
+    assert watch.servers == []
 
 
 @watched

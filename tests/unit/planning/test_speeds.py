@@ -34,7 +34,8 @@ def test_servers_of_other_weights_say_nothing_of_a_server() -> None:
 def test_the_duration_of_a_step_is_bounded_as_the_speed_is() -> None:
     servers = [placed("a", 100.0), placed("b", 100.0, doubted=True)]
     servers[1].load.decode_step_seconds = 1e-9
-    assert [each.seconds_per_block for each in candidates(servers)] == [0.01, 0.01]
+    first, second = (each.seconds_per_block for each in candidates(servers))
+    assert first == second == pytest.approx(0.01, rel=0.025)
 
 
 def test_a_chain_is_slow_where_tokens_take_many_times_as_long_as_its_servers_say() -> None:

@@ -174,7 +174,7 @@ class PodRecorder:
         self._models &= {each.model for each in rosters}
         self._spans.forget(self._models)
         own = [each for each in rosters if each.model in self._models and each.is_known]
-        seen = [self._spans.look(each.model, each.uncovered(), now_s) for each in own]
+        seen = [self._spans.look(each.model, each.uncovered, now_s) for each in own]
         self._waiting.extend(self._handovers.due(now_s))
         if leads and self.own_pod.name:
             self._waiting.extend(each for each in seen if each is not None)
