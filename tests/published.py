@@ -29,10 +29,12 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
+from corolla.models.tokenizer import load_tokenizer
 from corolla.models.wrappers import ALIASES
 from corolla.wire.span import Span
 from tests.checkpoints import SHAPE, YARN, draw_weights, make_tokenizer, tiny_config
 from tests.quantized_checkpoints import FORMATS, INDEX, edit_config, mxfp4, pack_checkpoint
+from tests.vocabularies import tekken_folder, tiktoken_folder
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 NUM_BLOCKS: Final = 5
@@ -75,6 +77,7 @@ class Published:
         weights: how the table names the format of the weights.
         made: a key of FORMATS, or `mxfp4`; None: the weights are plain.
         plain: parts of the names of modules that the publisher left plain.
+        vocabulary: writes the file that the publisher gives in place of a `tokenizer.json`.
         change: changes the folder after it was saved, where the published files differ from what transformers saves.
     """
 
@@ -86,6 +89,7 @@ class Published:
     weights: str = "bfloat16"
     made: str | None = None
     plain: tuple[str, ...] = ()
+    vocabulary: Callable[[Path], Path] | None = None
     change: Callable[[Path], None] | None = None
 
 
@@ -222,16 +226,19 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         made="fp8-blocks", change=_further_block,
     ),
     Published("DeepSeek-V3.2", "deepseek_v3", "deepseek_v32", _INDEXED, None, "FP8", "fp8-blocks", ("indexer",)),
-    Published("Kimi-K2-Instruct", "deepseek_v3", "kimi_k2", _WHOLE_BLOCKS, weights="FP8", made="fp8-blocks"),
+    Published(
+        "Kimi-K2-Instruct", "deepseek_v3", "kimi_k2", _WHOLE_BLOCKS, weights="FP8", made="fp8-blocks",
+        vocabulary=tiktoken_folder,
+    ),
     Published(
         "Kimi-K2-Thinking", "deepseek_v3", "kimi_k2", weights="int4 (compressed-tensors)", made="w4a16",
-        plain=_ALL_BUT_EXPERTS,
+        plain=_ALL_BUT_EXPERTS, vocabulary=tiktoken_folder,
     ),
     Published(
         "Kimi-K2.5", "deepseek_v3", "kimi_k25", {"model_type": "kimi_k2"}, _KIMI_VISION,
-        "int4 (compressed-tensors)", "w4a16", _ALL_BUT_EXPERTS, _kimi,
+        "int4 (compressed-tensors)", "w4a16", _ALL_BUT_EXPERTS, tiktoken_folder, _kimi,
     ),
-    Published("Kimi-Linear-48B", "kimi_linear"),
+    Published("Kimi-Linear-48B", "kimi_linear", vocabulary=tiktoken_folder),
     Published("GLM-4.5-Air", "glm4_moe", text={"use_qk_norm": False}),
     Published(
         "GLM-4.5V", "glm4_moe", "glm4v_moe",
@@ -244,7 +251,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published("MiniMax-M3", "", "minimax_m3_vl", _MINIMAX_M3, _SIGLIP),
     Published("gpt-oss-20b", "gpt_oss", weights="MXFP4", made="mxfp4"),
     Published("gpt-oss-120b", "gpt_oss", weights="MXFP4", made="mxfp4"),
-    Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL),
+    Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL, vocabulary=tekken_folder),
     Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
     Published("Devstral-2-123B", "ministral3", weights="FP8", made="fp8-one-scale"),
     Published("Mixtral-8x22B", "mixtral"),
@@ -278,6 +285,9 @@ class Row:
             made = mxfp4() if published.made == "mxfp4" else FORMATS[published.made]()
             pack_checkpoint(self._folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
             self._folder = packed
+        if published.vocabulary is not None:
+            (self._folder / "tokenizer.json").unlink()
+            published.vocabulary(self._folder)
         if self._model_type in ALIASES:
             edit_config(self._folder, model_type=self._model_type)
 
@@ -374,6 +384,7 @@ class Row:
         cells = [published.name, f"`{self._model_type}`", published.weights]
         if refusal is None:
             is_whole = all(runner.model.fused is not None for runner in self._chain[1])
+            load_tokenizer(self._folder)
             cells += ["yes" if is_whole else "no", "1 block", "images" if published.vision is not None else ""]
         else:
             cells += ["", "", re.sub(r"^[^:]*: |; .*$", "", refusal)]

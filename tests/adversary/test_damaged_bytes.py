@@ -1,6 +1,7 @@
 """Bytes that are almost right, where they are taken apart: records, samplers, parts of sessions, templates, files."""
 
 import contextlib
+import json
 import secrets
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -23,17 +24,20 @@ from corolla.chassis.errors import CheckpointError, CorollaError, InvalidRequest
 from corolla.chassis.status import from_rpc_error
 from corolla.client.text.chat import TemplateProcess
 from corolla.client.text.template import TemplateRefusal
+from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.architectures import ARCHITECTURES, SETTINGS
 from corolla.models.gguf.description import FACTORS, configuration
 from corolla.models.gguf.header import GgufHeader, GgufTensor
+from corolla.models.tokenizer import load_tokenizer
 from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 from tests.adversary.messages import damaged, messages
 from tests.adversary.running import REASONS, running
-from tests.checkpoints import CHAT_TEMPLATE
+from tests.checkpoints import CHAT_TEMPLATE, make_tiny_checkpoint
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import running_router
+from tests.vocabularies import sentencepiece_folder, tekken_folder, tiktoken_folder
 
 NUM_PAGES, MAX_TOKENS, WINDOWS = 32, 24, (None, 6, None)
 
@@ -100,6 +104,60 @@ def test_any_messages_are_rendered_or_refused(process: TemplateProcess, given: l
         process.render(given, add_generation_prompt=False)
     user = [{"role": "user", "content": "hi"}]
     assert "hi" in str(process.render(user, add_generation_prompt=True))
+
+
+VOCABULARIES = {
+    "tiktoken.model": tiktoken_folder,
+    "tekken.json": tekken_folder,
+    "tokenizer.model": sentencepiece_folder,
+}
+
+
+@pytest.mark.parametrize("num_examples", [15, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_damaged_vocabulary_is_read_or_refused(tmp_path: Path, name: str, num_examples: int) -> None:
+    folder = VOCABULARIES[name](tmp_path)
+
+    @settings(max_examples=num_examples)
+    @given(damaged(st.just((folder / name).read_bytes())))
+    @example(b"{" * 100_000)
+    @example(b'{"config":{"pattern":"(","default_num_special_tokens":1e99},"vocab":[],"special_tokens":[]}')
+    @example(b"YQ== 99999999999\n" * 3)
+    def load(data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        with contextlib.suppress(CheckpointError):
+            load_tokenizer(folder)
+
+    load()
+
+
+_KEYS = st.sampled_from(
+    ["model_type", "text_config", "llm_config", "thinker_config", "num_hidden_layers", "rope_parameters"]
+)
+_VALUES: st.SearchStrategy[Any] = st.sampled_from(
+    ["qwen3_vl_text", "qwen3_vl", "llama", "", None, 0, -1, 2**70, 1e300, [], "x" * 100]
+)
+NESTED = st.dictionaries(
+    _KEYS, st.recursive(_VALUES, lambda inner: st.dictionaries(_KEYS, inner, max_size=4)), max_size=4
+)
+
+
+@pytest.mark.parametrize("num_examples", [15, pytest.param(300, marks=pytest.mark.full)])
+def test_a_damaged_description_of_a_model_that_sees_is_read_or_refused(tmp_path: Path, num_examples: int) -> None:
+    folder = make_tiny_checkpoint("qwen3", tmp_path / "qwen3", num_blocks=1)
+    inner = json.loads((folder / "config.json").read_text())
+    wrapper = {"model_type": "qwen3_vl", "text_config": {**inner, "model_type": "qwen3_vl_text"}, "vision_config": {}}
+    data = json.dumps(wrapper).encode()
+
+    @settings(max_examples=num_examples)
+    @given(damaged(st.just(data)) | NESTED.map(lambda table: json.dumps(table).encode()))
+    @example(json.dumps({"model_type": "a", "thinker_config": {"text_config": {"llm_config": {}}}}).encode())
+    def read(data: bytes) -> None:
+        (folder / "config.json").write_bytes(data)
+        with contextlib.suppress(CorollaError):
+            Checkpoint.from_pretrained(str(folder))
+
+    read()
 
 
 SAMPLERS = messages(blocks_pb2.Sampler, {}).map(lambda message: message.SerializeToString())

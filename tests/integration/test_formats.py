@@ -18,7 +18,7 @@ from corolla.chassis.errors import InvalidRequest
 from corolla.client.text import formats
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import grammar_tokenizer, read_grammar
-from corolla.models.tokenizer_text import tokenizer_text
+from corolla.models.tokenizer import tokenizer_text
 from corolla.sdk.client import Client
 from corolla.sdk.results import FinishReason
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint

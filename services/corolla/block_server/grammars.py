@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from llguidance import LLMatcher, LLTokenizer
-from transformers import AutoTokenizer
 
 from corolla.chassis.errors import InternalError, MalformedMessage
 from corolla.chassis.fair_lock import FairLock
@@ -19,7 +18,7 @@ from corolla.chassis.metrics import GrammarMetrics
 from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.grammar_text import UnreadableGrammar, grammar_tokenizer, read_grammar
 from corolla.models.checkpoint import Checkpoint, end_token_ids_of
-from corolla.models.tokenizer_text import tokenizer_text
+from corolla.models.tokenizer import load_tokenizer, tokenizer_text
 
 _MOST_KEPT: Final = 64
 _MOST_WAITING: Final = 4096
@@ -133,7 +132,7 @@ class Grammars:
     def _read_tokenizer(self) -> LLTokenizer:
         folder = self._checkpoint.folder
         try:
-            text = tokenizer_text(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+            text = tokenizer_text(load_tokenizer(folder))
             if text is not None:
                 end_token_ids = end_token_ids_of(self._checkpoint.generation_config())
                 return grammar_tokenizer(text, self._checkpoint.vocab_size, end_token_ids)

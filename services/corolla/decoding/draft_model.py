@@ -10,13 +10,14 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import build, model_class_of
 from corolla.models.families import recurrent_layers
 from corolla.models.loading import LOADING
+from corolla.models.tokenizer import load_tokenizer
 
 DRAFT_MODEL_RATES: Final[tuple[float, ...]] = (0.7,)
 """The share of draft tokens that are expected to be right before any was checked, for a single kind of evidence."""
@@ -181,7 +182,7 @@ def _give_back(room: DraftRoom, cached_ids: list[int]) -> None:
 
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = load_tokenizer(checkpoint.folder)
     # A parser may raise anything for a broken file; the Rust tokenizers raise a plain Exception.
     except Exception as error:
         raise CheckpointError(f"The tokenizer of {checkpoint.name} cannot be read.") from error

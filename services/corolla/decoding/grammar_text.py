@@ -44,7 +44,7 @@ def grammar_tokenizer(text: str, vocab_size: int, end_token_ids: Sequence[int]) 
     """A model's tokens in the form that llguidance needs. Building it takes about a second.
 
     Args:
-        text: the tokenizer, as `models.tokenizer_text` returns it.
+        text: the tokenizer, as `models.tokenizer.tokenizer_text` returns it.
         end_token_ids: at least one; grammars allow these tokens only where an answer is complete.
 
     Raises:

@@ -3,7 +3,9 @@
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
+
+from corolla.models.tokenizer import load_tokenizer
 
 
 def num_tokens_of(model: Any) -> int:
@@ -63,7 +65,7 @@ def _vocabulary_of(config: PretrainedConfig) -> dict[str, int] | None:
     if not config.name_or_path:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, local_files_only=True, trust_remote_code=False)
+        tokenizer = load_tokenizer(config.name_or_path)
     # Parsers raise many classes of exceptions; the Rust tokenizers raise plain `Exception`.
     except Exception:
         return None

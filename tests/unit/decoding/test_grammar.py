@@ -20,7 +20,7 @@ from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.prompt_lookup import PromptLookup
 from corolla.decoding.sampling import Sampler, sample_together
 from corolla.decoding.speculator import GrammarDrafter
-from corolla.models.tokenizer_text import tokenizer_text
+from corolla.models.tokenizer import tokenizer_text
 from tests.checkpoints import VOCAB_SIZE, make_tokenizer
 from tests.json_schemas import SCHEMAS, SUITE
 from tests.sampled import sample

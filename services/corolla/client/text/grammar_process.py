@@ -13,7 +13,7 @@ from corolla.chassis.metrics import GrammarMetrics
 from corolla.client.text.formats import AnswerFormat
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
-from corolla.models.tokenizer_text import tokenizer_text
+from corolla.models.tokenizer import tokenizer_text
 
 _MOST_REMEMBERED: Final = 256
 _LONGEST_WAIT_S: Final = 10.0

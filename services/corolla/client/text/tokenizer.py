@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corolla.chassis.errors import CheckpointError, InvalidRequest, context_exceeded
 from corolla.client.reply_sizes import TokenWidths
 from corolla.client.text import token_bytes
 from corolla.client.text.worker_process import WorkerProcess, WorkLimitExceeded
+from corolla.models.tokenizer import load_tokenizer
 
 _PARTS: Final = ("a", "A", "aA", "1", "a1", " ", "a ", "\n", " \n", "\t", "!", "! ", "'", "é", "中", "\u0301", "\u00a0")
 _LENGTHS: Final = (64, 1000)
@@ -116,7 +117,9 @@ class TextTokenizer:
         if not folder.is_dir():
             raise CheckpointError(f"There is no checkpoint folder {folder}.")
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            hf_tokenizer = load_tokenizer(folder)
+        except CheckpointError:
+            raise
         # A parser may raise anything for a broken file; the Rust tokenizers raise a plain Exception.
         except Exception as error:
             raise CheckpointError(

@@ -11,21 +11,21 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import transformers
 from filelock import FileLock
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
     GGUF_TOKENIZER_MAPPING,
-    convert_gguf_tokenizer,
 )
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.description import END_TEXTS, configuration, end_token_ids, token_id_of
 from corolla.models.gguf.header import GgufHeader
+from corolla.models.tokenizer import tokenizer_of_pieces
 
 # Raise this whenever a release would write other contents for the same file.
 _VERSION: Final = 2
@@ -111,7 +111,6 @@ _WITHOUT_EFFECT: Final = re.compile(
     r"|huggingface\.json|rwkv\.world"
 )
 _NORMAL_TOKEN, _CONTROL_TOKEN, _TEXT_TOKEN = 1, 3, 4
-_SPACE: Final = "▁"
 
 
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
@@ -189,17 +188,7 @@ def _kinds(vocabulary: Mapping[str, Any]) -> list[int]:
 def _backend(architecture: str, vocabulary: Mapping[str, Any]) -> Tokenizer:
     if vocabulary.get("tokenizer_type") == "gpt2":
         return _byte_level(vocabulary)
-    convert: Any = convert_gguf_tokenizer  # untyped in transformers
-    backend, _ = convert(architecture, vocabulary)
-    if vocabulary.get("tokenizer_type") == "llama":
-        # Each stretch of text between special tokens gets a space in front, in sentencepiece and llama.cpp, too.
-        has_prefix = bool(vocabulary.get("add_prefix_space", True))
-        spelling = [normalizers.Replace(" ", _SPACE)]
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *spelling] if has_prefix else spelling)
-        backend.pre_tokenizer = None
-        pieces = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence([*pieces, decoders.Strip(" ", 1, 0)] if has_prefix else pieces)
-    return cast(Tokenizer, backend)
+    return tokenizer_of_pieces(vocabulary, architecture)
 
 
 def _byte_level(vocabulary: Mapping[str, Any]) -> Tokenizer:
