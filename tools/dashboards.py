@@ -156,6 +156,7 @@ SPANS: Final = (
     Panel("Prefix hits", "Share of the tokens that block servers looked for in their prefix caches and found.",
           "percentunit", (
         (f"{rate('corolla_prefix_cache_hits_total')} / {rate('corolla_prefix_cache_queries_total')}", "found"),
+        (f"{rate('corolla_host_cache_hits_total')} / {rate('corolla_prefix_cache_queries_total')}", "in host memory"),
     )),
     Panel("Refused rows", "Rows that block servers refused or failed, by reason.", "short", (
         (rate("corolla_hop_faults_total", "reason"), "{{reason}}"),

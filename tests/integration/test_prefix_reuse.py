@@ -52,7 +52,7 @@ async def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     keys = folder / "keys.txt"
     keys.write_text(f"alice:{ALICE}\nbob:{BOB}\n")
     async with Swarm(
-        folder, model, ["0:2", "2:5"], server={"page_tokens": PAGE_TOKENS, "kv_cache_mib": 4},
+        folder, model, ["0:2", "2:5"], server={"page_tokens": PAGE_TOKENS, "kv_cache_mib": 4, "host_cache_mib": 12},
         client={"api_keys_file": keys}, api_key=ALICE,
     ) as swarm:  # fmt: skip
         yield Stack(swarm, Unsplit(model))
@@ -112,15 +112,16 @@ async def test_the_second_request_with_a_long_prefix_computes_only_new_tokens(
 async def test_prefix_cache_queries_and_hits_are_counted(stack: Stack, client: AsyncClient) -> None:
     prompt = some_tokens(3 * PAGE_TOKENS + 5, seed=4)
 
-    async def counted(name: str) -> float:
+    async def counted() -> list[float]:
         await asyncio.sleep(1.2)  # gauges and counters are refreshed once a second
-        return await sample(stack.swarm.servers[0].metrics_port, f"corolla_prefix_cache_{name}_total")
+        port = stack.swarm.servers[0].metrics_port
+        return [await sample(port, f"corolla_prefix_cache_{name}_total") for name in ("queries", "hits")]
 
-    queries, hits = await counted("queries"), await counted("hits")
+    before = await counted()
     await client.generate(prompt, **GREEDY)
     await client.generate(prompt, **GREEDY)
-    assert await counted("queries") - queries == 6 * PAGE_TOKENS
-    assert await counted("hits") - hits == 3 * PAGE_TOKENS
+    asked_and_found = [new - old for new, old in zip(await counted(), before, strict=True)]
+    assert asked_and_found == [6 * PAGE_TOKENS, 3 * PAGE_TOKENS]
 
 
 async def test_tenants_share_nothing(stack: Stack, client: AsyncClient) -> None:
@@ -162,6 +163,25 @@ async def test_cached_pages_in_use_are_not_evicted(stack: Stack, client: AsyncCl
             token_ids += chunk.token_ids
     assert token_ids == stack.truth(prompt, 300)
     assert (await client.generate(prompt, **GREEDY)).token_ids == tuple(stack.truth(prompt))
+
+
+async def test_an_evicted_text_comes_back_from_the_memory_of_the_machine(stack: Stack, client: AsyncClient) -> None:
+    prompt = some_tokens(600, seed=9)
+    await client.generate(prompt, **GREEDY)
+    num_pages = max(status.num_pages for status in await stack.swarm.statuses())
+    for number in range(num_pages * PAGE_TOKENS // 1000 + 1):
+        await client.generate(some_tokens(1000, seed=900 + number), max_tokens=1, ignore_eos=True)
+    longer = prompt + some_tokens(40, seed=10)
+    before = await stack.tokens_computed()
+    answer = await client.generate(longer, **GREEDY)
+    after = await stack.tokens_computed()
+    assert answer.token_ids == tuple(stack.truth(longer))
+    num_cached = 600 // PAGE_TOKENS * PAGE_TOKENS
+    assert answer.usage.cached_tokens == num_cached
+    num_computed = len(longer) - num_cached + NUM_NEW - 1
+    assert [new - old for new, old in zip(after, before, strict=True)] == [num_computed] * 2
+    for server in stack.swarm.servers:
+        assert await sample(server.metrics_port, "corolla_host_cache_hits_total") >= PAGE_TOKENS
 
 
 async def test_a_cancelled_prompt_leaves_only_valid_cached_pages(stack: Stack, client: AsyncClient) -> None:

@@ -51,6 +51,14 @@ class BlockServerMetrics:
         self.prefix_hits = counter(
             "corolla_prefix_cache_hits", "Tokens that sessions looked for in this server's prefix cache and found."
         )
+        self.host_hits = counter(
+            "corolla_host_cache_hits",
+            "Tokens of evicted texts that came back from the memory of the machine for a session; they are among "
+            "corolla_prefix_cache_hits_total.",
+        )
+        self.host_pages = gauge(
+            "corolla_host_cache_pages", "KV pages of evicted texts that this server keeps in the memory of the machine."
+        )
         self.device_memory = gauge(
             "corolla_device_memory_bytes",
             "Bytes of the GPU's memory by use: weights, pages (keys and values), recordings (of decode steps), "

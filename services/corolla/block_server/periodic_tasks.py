@@ -75,6 +75,7 @@ class PeriodicTasks:
         metrics.cache_bytes.set(pool.num_used * self.page_bytes())
         metrics.count_to(metrics.prefix_queries, pool.num_prefix_tokens_asked)
         metrics.count_to(metrics.prefix_hits, pool.num_prefix_tokens_found)
+        metrics.host_pages.set(0 if pool.host is None else len(pool.host))
         metrics.count_to(metrics.evicted, sessions.num_evicted)
         metrics.boundary_activation_bytes.set(self.outputs.nbytes)
         metrics.count_to(metrics.outputs_evicted, self.outputs.num_evicted)

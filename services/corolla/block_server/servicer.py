@@ -16,6 +16,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.hop_session import OpenRequest, SessionState
+from corolla.block_server.page_returns import PageReturns
 from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
 from corolla.block_server.pending_opens import PendingOpens
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
@@ -81,11 +82,13 @@ class BlockServicer:
     num_heartbeats: Callable[[], int] = lambda: 0
     _checks: FrameChecks = field(init=False)
     _pending_opens: PendingOpens = field(init=False)
+    _page_returns: PageReturns = field(init=False)
     _handlers: dict[type, Callable[[Any, Buffer, Peer], None]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._checks = FrameChecks(self.identity, self.shared, self.capabilities)
         self._pending_opens = PendingOpens(self.tasks, self.shared.grammars)
+        self._page_returns = PageReturns(self.sessions, self.store, self.engine, self.tasks)
         self._handlers = {
             pb.Open: self._open,
             pb.Step: self._step,
@@ -218,13 +221,14 @@ class BlockServicer:
                 num_pages = self.sessions.num_pages_in_use(control.session_id)
                 self.engine.between_iterations(opening, max_released_pages=num_pages)
 
-            has_sampler, is_loaded = control.HasField("sampler"), self._has_adapter(request)
+            has_sampler = control.HasField("sampler")
+            is_loaded = self._has_adapter(request) and not self._page_returns.names(request)
             sampler = self._checks.sampler_at_once(control) if has_sampler and is_loaded else None
             if is_loaded and (sampler is not None or not has_sampler):
                 open_soon(sampler)
             else:
                 make = self._checks.sampler if has_sampler else None
-                self._pending_opens.start(control, peer, make, open_soon, refuse, partial(self._load_adapter, request))
+                self._pending_opens.start(control, peer, make, open_soon, refuse, partial(self._load, request))
         except CorollaError as error:
             refuse(error)
 
@@ -266,6 +270,11 @@ class BlockServicer:
     def _has_adapter(self, request: OpenRequest) -> bool:
         version = request.adapter_version
         return version is None or (self.adapters is not None and self.adapters.has(version))
+
+    async def _load(self, request: OpenRequest) -> None:
+        """Returns when adapter and kept pages of the session's text are there. Raises as `Adapters.load` does."""
+        await self._load_adapter(request)
+        await self._page_returns.bring_back(request)
 
     async def _load_adapter(self, request: OpenRequest) -> None:
         """Returns when the server has the adapter that `request` asks for. Raises as `Adapters.load` does."""

@@ -144,6 +144,12 @@ class BlockServerSettings(ServiceSettings):
     prefix_cache: bool = Field(
         True, description="Whether sessions of one tenant share the KV pages of a common beginning of their texts."
     )
+    host_cache_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory of the machine in MiB for pages that the prefix cache evicts, in addition to "
+        "COROLLA_KV_CACHE_MIB. They come back when their text does. 0: they are lost.",
+    )
     max_batch_tokens: int = Field(
         0,
         ge=0,

@@ -153,6 +153,8 @@ class SpanLoader:
         )
         runner.warm_up()
         check.compare(runner, checkpoint.name)
+        if settings.prefix_cache:
+            runner.store.keep_evicted(settings.host_cache_mib << 20)
         if (before := memory_of(model.device) if may_replay else None) is None:
             return runner, 0
         choose_graphs(runner, partial(CudaCapture, model.device))

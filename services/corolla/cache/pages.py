@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from corolla.cache.host_pages import HostPages
 from corolla.cache.prefixes import PrefixKey, PrefixPages
 from corolla.cache.runs import FreeRuns
 from corolla.chassis.errors import OutOfPages
@@ -28,6 +29,7 @@ class PagePool:
 
     Attributes:
         version: a number that changes whenever a promise or a holder changes.
+        host: remembers what the prefix cache evicts; None: that is lost.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -41,6 +43,7 @@ class PagePool:
         self._num_used = 0
         self._prefixes = PrefixPages()
         self.version = 0
+        self.host: HostPages | None = None
         self.num_prefix_tokens_asked = 0
         self.num_prefix_tokens_found = 0
 
@@ -167,6 +170,8 @@ class PagePool:
             before: the key without whose page this one is of no use (`PrefixKeys`); if it is not there, nothing is
                 added.
         """
+        if self.host is not None:
+            self.host.overwritten(page)
         replaced = self._prefixes.add(key, page, before)
         if replaced is not None:
             self._free.release([replaced])
@@ -175,6 +180,13 @@ class PagePool:
         """The page with this key, if there is one. The caller must share it before the pool changes, to keep it."""
         return self._prefixes.find(key)
 
+    def renew_prefix(self, key: PrefixKey) -> int | None:
+        """Like `find_prefix`. If no session holds the page, it and those that it needs will be evicted last."""
+        page = self._prefixes.find(key)
+        if page is not None and not self._num_holders[page]:
+            self._prefixes.renew(page)
+        return page
+
     def count_prefix_query(self, num_asked: int, num_found: int) -> None:
         """Counts the tokens that a session looked for in the prefix cache, and those that were found."""
         self.num_prefix_tokens_asked += num_asked
@@ -182,4 +194,7 @@ class PagePool:
 
     def _evict(self) -> None:
         while self.num_cached > self.num_available:
-            self._free.release(self._prefixes.evict())
+            key, pages = self._prefixes.evict()
+            if self.host is not None:
+                self.host.evicted(key, pages[0])
+            self._free.release(pages)

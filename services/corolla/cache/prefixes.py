@@ -24,6 +24,10 @@ class PrefixKey:
     group: int
 
 
+PrefixName = tuple[PrefixKey, PrefixKey | None]
+"""The key of a page, and the key that it is of no use without."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpectedText:
     """The text that a session is expected to hold.
@@ -73,8 +77,8 @@ class PrefixKeys:
         """The groups in an order in which each needs only earlier ones."""
         return (*self._whole, *self._windowed)
 
-    def of_page(self, salt: bytes, hashes: Sequence[bytes], index: int) -> Iterator[tuple[PrefixKey, PrefixKey | None]]:
-        """Yields the keys of page `index` in the order of `groups`, each with the key that it is of no use without."""
+    def of_page(self, salt: bytes, hashes: Sequence[bytes], index: int) -> Iterator[PrefixName]:
+        """Yields the names of page `index` in the order of `groups`."""
         before = PrefixKey(salt, hashes[index - 1], self._whole[-1]) if index and self._whole else None
         for group in self._whole:
             key = PrefixKey(salt, hashes[index], group)
@@ -189,20 +193,25 @@ class PrefixPages:
             del self._of_pages[page]
             return False
         self._evictable[page] = None
-        before = entry.before
-        while before is not None and before.pages[0] in self._evictable:
-            self._evictable[before.pages[0]] = self._evictable.pop(before.pages[0])
-            before = before.before
+        self.renew(page)
         return True
+
+    def renew(self, page: int) -> None:
+        """Makes an unused page, and the unused ones that it is of no use without, the last to be evicted."""
+        entry: _Entry | None = self._of_pages[page]
+        while entry is not None and entry.pages[0] in self._evictable:
+            self._evictable[entry.pages[0]] = self._evictable.pop(entry.pages[0])
+            entry = entry.before
 
     def mark_used(self, page: int) -> None:
         """Notes that a session uses the page again."""
         self._evictable.pop(page, None)
 
-    def evict(self) -> list[int]:
-        """Forgets the next page to evict, and returns it with the pages that nothing finds without it."""
+    def evict(self) -> tuple[PrefixKey, list[int]]:
+        """Forgets the next page to evict. Returns its key, and the page with those that nothing finds without it."""
         page = next(iter(self._evictable))
-        return [page, *self.forget(page)]
+        key = self._of_pages[page].key
+        return key, [page, *self.forget(page)]
 
 
 def longest_match(is_cached: Sequence[Sequence[bool]], num_needed: Sequence[int | None]) -> int:

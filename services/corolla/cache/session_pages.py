@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Final, Self
 
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixKeys, longest_match
+from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixKeys, PrefixName, longest_match
 from corolla.cache.tables import Copies, Extent, GroupRule, PageTable
 from corolla.chassis.errors import OutOfPages
 
@@ -113,18 +113,57 @@ class SessionPages:
 
     def _begin_with_cached(self, text: ExpectedText, max_tokens: int) -> None:
         page_tokens = self.pool.page_tokens
-        num_pages = min(len(text.hashes), max(0, text.num_tokens - 1) // page_tokens, max_tokens // page_tokens)
-        hashes = text.hashes[:num_pages]
-        groups = range(len(self.tables))
-        found = [[self.pool.find_prefix(PrefixKey(text.salt, each, group)) for each in hashes] for group in groups]
-        needed = [table.num_needed_pages() for table in self.tables]
-        num_matched = longest_match([[page is not None for page in pages] for pages in found], needed)
-        self.pool.count_prefix_query(num_pages * page_tokens, num_matched * page_tokens)
+        hashes = self._hashes_to_find(text, max_tokens)
+        found = self._found(text.salt, hashes)
+        num_matched = self._num_matched([[page is not None for page in pages] for pages in found])
+        self.pool.count_prefix_query(len(hashes) * page_tokens, num_matched * page_tokens)
         if num_matched:
-            for table, pages, num_needed in zip(self.tables, found, needed, strict=True):
-                num_passed = 0 if num_needed is None else max(0, num_matched - num_needed)
+            for table, pages in zip(self.tables, found, strict=True):
+                num_passed = table.num_passed_pages(num_matched)
                 table.hold_cached(num_passed, [page for page in pages[num_passed:num_matched] if page is not None])
             self.num_tokens = num_matched * page_tokens
+
+    def pages_to_return(self, text: ExpectedText, max_tokens: int) -> list[PrefixName]:
+        """The pages in the memory of the machine with which a session would find more of its text, in their order.
+
+        There are no more than the pool has room for next to what it has of this text.
+        """
+        if (host := self.pool.host) is None:
+            return []
+        hashes = self._hashes_to_find(text, max_tokens)
+        found = self._found(text.salt, hashes)
+        num_matched = self._num_matched(
+            [
+                [
+                    page is not None or PrefixKey(text.salt, each, group) in host
+                    for each, page in zip(hashes, pages, strict=True)
+                ]
+                for group, pages in enumerate(found)
+            ]
+        )
+        num_passed = [table.num_passed_pages(num_matched) for table in self.tables]
+        missing = [
+            (key, before)
+            for index in range(num_matched)
+            for key, before in self._keys.of_page(text.salt, hashes, index)
+            if index >= num_passed[key.group] and found[key.group][index] is None
+        ]
+        held = {page for pages in found for page in pages if page is not None}
+        num_unused = sum(not self.pool.holders[page] for page in held)
+        return missing[: max(0, self.pool.num_available - num_unused)]
+
+    def _hashes_to_find(self, text: ExpectedText, max_tokens: int) -> Sequence[bytes]:
+        """The digests of the pages with which the session may begin."""
+        page_tokens = self.pool.page_tokens
+        return text.hashes[: min(max(0, text.num_tokens - 1) // page_tokens, max_tokens // page_tokens)]
+
+    def _found(self, salt: bytes, hashes: Sequence[bytes]) -> list[list[int | None]]:
+        """The pages of these digests that the prefix cache has, for each group."""
+        groups = range(len(self.tables))
+        return [[self.pool.find_prefix(PrefixKey(salt, each, group)) for each in hashes] for group in groups]
+
+    def _num_matched(self, is_there: Sequence[Sequence[bool]]) -> int:
+        return longest_match(is_there, [table.num_needed_pages() for table in self.tables])
 
     def make_writable(self, position: int, num_tokens: int) -> Copies:
         """Makes sure that the pages of a step's tokens exist and may be written.

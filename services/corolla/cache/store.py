@@ -1,17 +1,21 @@
 """Stores the keys and values of all sessions in tensors over all pages, and gives each session access to its own."""
 
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
+from corolla.cache.host_pages import HostPages
 from corolla.cache.layout import LayerGroups
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import ExpectedText
+from corolla.cache.prefixes import ExpectedText, PrefixName
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.states import LayerState, SessionStates
 from corolla.cache.tables import Extent
+from corolla.wire.device_copies import hand_to_steps, on_copy_stream, record_copies
 from corolla.wire.span import Span
 
 
@@ -61,6 +65,7 @@ class KVStore:
         self.scratch_page = num_pages if has_scratch_page else None
         self._num_pages = num_pages + int(has_scratch_page)
         self._tensors: list[tuple[Tensor, Tensor] | None] = [None] * self.groups.layers_per_group
+        self._host_tensors: list[Tensor] = []
 
     @property
     def page_bytes(self) -> int:
@@ -139,6 +144,114 @@ class KVStore:
                 for source, target in copies:
                     pages[target].copy_(pages[source])
 
+    def keep_evicted(self, num_bytes: int) -> None:
+        """Keeps the pages that the prefix cache evicts in so many bytes of the machine's memory.
+
+        All layers must have been used. Without a GPU, memory that was never written costs nothing.
+        """
+        tensors = self._paged_tensors
+        if self.recurrent or not tensors:
+            return
+        num_slots = num_bytes // self.page_bytes
+        if self.has_copy_stream:
+            # torch makes pinned tensors as large as the next power of two.
+            most_bytes = 1 << max(0, (num_bytes // len(tensors)).bit_length() - 1)
+            num_slots = min(most_bytes // (tensor.nbytes // self._num_pages) for tensor in tensors)
+        if not num_slots:
+            return
+        self.pool.host = HostPages(num_slots)
+        self._host_tensors = [
+            torch.empty(
+                num_slots * self.pool.page_tokens, *tensor.shape[1:], dtype=tensor.dtype, pin_memory=tensor.is_cuda
+            )
+            for tensor in tensors
+        ]
+
+    @property
+    def has_copy_stream(self) -> bool:
+        """Copies to and from the memory of the machine run while steps are computed."""
+        return any(tensors is not None and tensors[0].is_cuda for tensors in self._tensors[:1])
+
+    def before_writing(self, pages: Iterable[int]) -> None:
+        """Copies those of the pages that were evicted to the memory of the machine.
+
+        It must be called before something is written to pages, unless `SessionCache.prepare` is. What is computed
+        afterwards does not change the copies.
+        """
+        if self.pool.host is None or not (pairs := self.pool.host.save(pages)):
+            return
+        copies = [
+            (self._pages(kept, slot, count), self._pages(tensor, page, count))
+            for kept, tensor in zip(self._host_tensors, self._paged_tensors, strict=True)
+            for page, slot, count in _runs(pairs)
+        ]
+        if self.has_copy_stream:
+            copies = [(kept, pages.clone()) for kept, pages in copies]
+        with on_copy_stream(copies[0][1].device, *(pages for _, pages in copies)):
+            for kept, pages in copies:
+                kept.copy_(pages, non_blocking=True)
+
+    @torch.inference_mode()
+    def begin_return(self, names: Sequence[PrefixName]) -> "ReturningPages":
+        """Begins to bring pages of one text back from the memory of the machine, in its order. Steps may go on."""
+        if (host := self.pool.host) is None:
+            return ReturningPages(())
+        host.renew([key for key, _ in names])
+        self.before_writing([page for key, _ in names if (page := host.page_of(key)) is not None])
+        if not self.has_copy_stream:
+            return ReturningPages(names)
+        slots = self._slots(host, names)
+        device, staged = self._paged_tensors[0].device, []
+        with on_copy_stream(device):
+            for kept in self._host_tensors:
+                pages = torch.empty(
+                    len(slots) * self.pool.page_tokens, *kept.shape[1:], dtype=kept.dtype, device=device
+                )
+                for slot, index, count in _runs(list(zip(slots, range(len(slots)), strict=True))):
+                    self._pages(pages, index, count).copy_(self._pages(kept, slot, count), non_blocking=True)
+                staged.append(pages)
+            return ReturningPages(names[: len(slots)], staged, record_copies(device))
+
+    @torch.inference_mode()
+    def end_return(self, returning: "ReturningPages") -> int:
+        """Makes pages that come back pages of the prefix cache. Returns how many there was room for.
+
+        `wait` must have returned.
+        """
+        host, names = self.pool.host, returning.names[: self.pool.num_available]
+        if host is None or not names:
+            return 0
+        _, before = names[0]
+        previous = None if before is None else self.pool.renew_prefix(before)
+        if before is not None and previous is None:
+            return 0
+        pages = self.pool.take(len(names), previous)
+        self.before_writing(pages)
+        # What was evicted just now may have taken the slots of the last ones, unless they are staged.
+        staged = returning.staged
+        sources = self._host_tensors if staged is None else staged
+        indices = self._slots(host, names) if staged is None else list(range(len(names)))
+        hand_to_steps(*sources)
+        for source, target in zip(sources, self._paged_tensors, strict=True):
+            for index, page, count in _runs(list(zip(indices, pages, strict=False))):
+                self._pages(target, page, count).copy_(self._pages(source, index, count))
+        for page, (key, before), _ in zip(pages, names, indices, strict=False):
+            self.pool.add_prefix(key, page, before)
+        self.pool.give(pages)
+        return len(indices)
+
+    @property
+    def _paged_tensors(self) -> list[Tensor]:
+        return [tensor for tensors in self._tensors for tensor in tensors or ()]
+
+    def _slots(self, host: HostPages, names: Sequence[PrefixName]) -> list[int]:
+        """The slots of the first names, up to one that has none."""
+        slots = (host.slot_of(key) for key, _ in names)
+        return [slot for slot in itertools.takewhile(lambda slot: slot is not None, slots) if slot is not None]
+
+    def _pages(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        return tensor.narrow(0, first * self.pool.page_tokens, count * self.pool.page_tokens)
+
     def _made(self, like: Tensor) -> Tensor:
         heads, head_size = like.shape[-2:]
         num_slots = self._num_pages * self.pool.page_tokens
@@ -146,6 +259,22 @@ class KVStore:
         if self.codec is not None:
             head_size, dtype = self.codec.stored_size(head_size), torch.int8
         return torch.empty(num_slots, heads, head_size, dtype=dtype, device=like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class ReturningPages:
+    """Pages of one text on their way back from the memory of the machine.
+
+    Attributes:
+        names: their names.
+        staged: the pages one after the other, on a GPU, `[slots, key heads, head_dim]` in the stored dtype for each
+            tensor of the store; None if `end_return` copies them from the memory of the machine.
+        wait: returns once the copies are made that were begun; None: none were. Any thread may call it.
+    """
+
+    names: Sequence[PrefixName]
+    staged: Sequence[Tensor] | None = None
+    wait: Callable[[], None] | None = None
 
 
 class SessionCache(SessionPages):
@@ -213,7 +342,10 @@ class SessionCache(SessionPages):
         Raises:
             OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
         """
-        if copies := self.make_writable(position, num_tokens):
+        copies = self.make_writable(position, num_tokens)
+        if self.pool.host is not None:
+            self.store.before_writing(self._pages_between(position, position + num_tokens))
+        if copies:
             try:
                 self.store.copy_pages(copies)
             except BaseException:
@@ -229,6 +361,12 @@ class SessionCache(SessionPages):
         keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
 
+    def _pages_between(self, start: int, end: int) -> list[int]:
+        """The held pages of the tokens `[start, end)` in all groups."""
+        indices = range(start // self.pool.page_tokens, self.pool.pages_for(end))
+        pages = (table.page(index) for table in self.tables for index in indices)
+        return [page for page in pages if page is not None]
+
     def _take_account(self, other: SessionPages) -> None:
         super()._take_account(other)
         if isinstance(other, SessionCache) and other.states is not None:
@@ -238,6 +376,16 @@ class SessionCache(SessionPages):
         twin = SessionCache(self.store)
         twin.blocks = self.blocks
         return twin
+
+
+def _runs(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Merges pairs of source and target into runs: the first source, the first target and how many."""
+    start = 0
+    for end in range(1, len(pairs) + 1):
+        source, target = pairs[end - 1]
+        if end == len(pairs) or pairs[end] != (source + 1, target + 1):
+            yield *pairs[start], end - start
+            start = end
 
 
 def gathered(tensor: Tensor, extents: Sequence[Extent]) -> Tensor:

@@ -216,6 +216,11 @@ class PageTable:
         """How many pages directly before a page the first token of that page sees; None for all."""
         return None if self._rule.window is None else self._pool.pages_for(self._rule.window - 1)
 
+    def num_passed_pages(self, num_pages: int) -> int:
+        """How many of the first `num_pages` pages no token after them sees."""
+        needed = self.num_needed_pages()
+        return 0 if needed is None else max(0, num_pages - needed)
+
     def extents(self, start: int, end: int) -> tuple[Extent, ...]:
         """Returns the slots of positions `[start, end)`, merged into runs.
 

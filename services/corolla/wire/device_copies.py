@@ -200,6 +200,13 @@ def on_copy_stream(device: torch.device, *computed: Tensor) -> Iterator[None]:
         yield
 
 
+def record_copies(device: torch.device) -> Callable[[], None]:
+    """A function that returns once a GPU has made the copies that the calling thread launched in the current stream."""
+    are_made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    are_made.record(torch.cuda.current_stream(device))
+    return are_made.synchronize
+
+
 def hand_to_steps(*tensors: Tensor) -> None:
     """Lets the calling thread use tensors, of any shape and dtype, that were made `on_copy_stream` and are complete."""
     for tensor in tensors:

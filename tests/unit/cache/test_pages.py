@@ -8,6 +8,7 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from corolla.cache.host_pages import HostPages
 from corolla.cache.pages import PagePool
 from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixKeys
 from corolla.cache.session_pages import MAX_TOKENS, SessionPages
@@ -236,7 +237,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=160, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=140, stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(1, 1000), st.integers(1, 64), st.integers(0, 10_000))
@@ -366,6 +367,15 @@ def test_two_sessions_that_compute_one_text_leave_it_once() -> None:
     assert pool.num_cached == 2
     pool.promise(-14)
     assert num_kept(pool, hashes_of(text)) == num_kept(pool, hashes_of(text)[:2]) == 2
+
+
+def test_a_page_that_another_text_was_written_to_does_not_come_back() -> None:
+    pool = PagePool(2, PAGE_TOKENS)
+    pool.host = HostPages(2)
+    keys = [PrefixKey(b"t", each, 0) for each in kept(pool, "a", 2)]
+    kept(pool, "b", 1)
+    assert [key in pool.host for key in keys] == [False, False]
+    assert num_kept(pool, hashes_of(LONG[0][:3])) == 1
 
 
 class ComparedPage(int):
