@@ -228,7 +228,7 @@ class BlockServicer:
                 open_soon(sampler)
             else:
                 make = self._checks.sampler if has_sampler else None
-                self._pending_opens.start(control, peer, make, open_soon, refuse, partial(self._load, request))
+                self._pending_opens.start(control, peer, make, open_soon, refuse, partial(self._prepare, request))
         except CorollaError as error:
             refuse(error)
 
@@ -271,7 +271,7 @@ class BlockServicer:
         version = request.adapter_version
         return version is None or (self.adapters is not None and self.adapters.has(version))
 
-    async def _load(self, request: OpenRequest) -> None:
+    async def _prepare(self, request: OpenRequest) -> None:
         """Returns when adapter and kept pages of the session's text are there. Raises as `Adapters.load` does."""
         await self._load_adapter(request)
         await self._page_returns.bring_back(request)
