@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from tests.architecture.sources import ROOT
 
 PACKAGES: Final = Path(os.environ.get("COROLLA_LLAMA_CPP", ROOT / ".venv" / "llama-cpp"))
@@ -34,3 +36,8 @@ def greedy_token_ids(path: Path, prompt_ids: Sequence[int], num_tokens: int) -> 
     """The tokens after a prompt, each the likeliest, computed in float32; tokens that end an answer do not end it."""
     found: list[int] = _ask(path, prompt_ids=prompt_ids, num_tokens=num_tokens)
     return found
+
+
+def numbers_of(path: Path, kind: str, count: int) -> Any:
+    """The first numbers that the bytes of a file stand for, as tensors of a type; float32 `[count]`."""
+    return np.array(_ask(path, kind=kind, count=count), dtype=np.float32)

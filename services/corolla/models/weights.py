@@ -147,7 +147,9 @@ def read_index(folder: Path) -> dict[str, Path]:
 def no_weights(place: str, files: Iterable[str]) -> str:
     """The error message for a place whose `files` do not include safetensors weights."""
     files = list(files)
-    if gguf := sorted(name for name in files if Path(name).suffix.lower() == GGUF_SUFFIX):
+    # A file whose name begins so only sees or hears, and lies next to the model's.
+    stored = (name for name in files if Path(name).suffix.lower() == GGUF_SUFFIX)
+    if gguf := sorted(stored, key=lambda name: (Path(name).name.lower().startswith("mmproj"), name)):
         return f"{place} holds GGUF files, and a GGUF file is given by its own name; give {place}/{gguf[0]}."
     pickled = sorted(name for name in files if Path(name).suffix in PICKLED_SUFFIXES)
     if pickled:

@@ -321,6 +321,10 @@ OF_MLX = r"the format of MLX are not served; give the original checkpoint"
             r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
         ),
         (
+            written(b"GGUF", "mmproj-f16.gguf", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
+            r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
+        ),
+        (
             config(transformers_weights="other.safetensors"),
             r"transformers_weights \('other\.safetensors'\), which is not served",
         ),

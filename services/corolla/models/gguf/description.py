@@ -62,6 +62,8 @@ _SIZES: Final = (
 )  # fmt: skip
 _WHOLE_HEADS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 _SCALINGS: Final = frozenset({"none", "linear", "yarn", "longrope"})
+# Which files have that only see or hear.
+_PROJECTOR: Final = "clip"
 _FLOAT32: Final = struct.Struct("<f")
 _LARGEST: Final = 3e38
 _NO_NUMBERS: Final = frozenset({"rope.scaling.type", "rope.scaling.finetuned", "rope.dimension_sections"})
@@ -104,6 +106,11 @@ def row_of(header: GgufHeader) -> Architecture:
         CheckpointError: this architecture is not served.
     """
     architecture = header.architecture
+    if architecture == _PROJECTOR:
+        raise CheckpointError(
+            "The file holds what turns images or sounds into inputs of a model (mmproj), and no model; give the file "
+            "of the language model, which lies next to it."
+        )
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"GGUF files of the architecture {architecture[:60]!r} are not served; give the model as safetensors, or "

@@ -17,18 +17,16 @@ import transformers
 from filelock import FileLock
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-    GGUF_PRE_TOKENIZER_SPLITS,
-    GGUF_TOKENIZER_MAPPING,
-)
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.gguf.description import END_TEXTS, configuration, end_token_ids, token_id_of
 from corolla.models.gguf.header import GgufHeader
+from corolla.models.gguf.pre_tokenizers import BEGUN, SPLITS, WHOLE
 from corolla.models.tokenizer import tokenizer_of_pieces
 
 # Raise this whenever a release would write other contents for the same file.
-_VERSION: Final = 2
+_VERSION: Final = 3
 _FILE_MODE: Final = 0o644
 _FOLDER_MODE: Final = 0o755
 
@@ -91,20 +89,6 @@ _TYPES: Final = frozenset({"gpt2", "llama"})
 _SPECIAL_TOKENS: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 # The special tokens of a file with scores that does not name them.
 _SPECIAL_IDS_WITH_SCORES: Final = {"bos": 1, "eos": 2, "unknown": 0}
-# The names of the ways in which byte-level tokenizers split a text before they merge bytes: as GPT-2 does, with each
-# digit alone, and the ways that transformers' converter knows.
-_AS_GPT2: Final = frozenset({"gpt-2", "phi-2", "mpt", "olmo", "jais"})
-_SINGLE_DIGITS: Final = frozenset({"smollm", "starcoder", "refact", "command-r"})
-CUTS: Final = _AS_GPT2 | _SINGLE_DIGITS | GGUF_PRE_TOKENIZER_SPLITS.keys()
-"""The names of all ways to split texts that are known here."""
-# llama.cpp begins a text that is split in these ways with a token unless the file says otherwise, and does not merge a
-# piece that is a token as a whole.
-_LIKE_LLAMA3: Final = frozenset(
-    {
-        "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
-        "tekken",
-    }
-)  # fmt: skip
 # Keys that change no token of these tokenizers: names of tokens, and settings that only other tokenizers have.
 _WITHOUT_EFFECT: Final = re.compile(
     r"ggml\.\w+_token_id|ggml\.token_type_count|ggml\.remove_extra_whitespaces|chat_templates|chat_template\.\w+"
@@ -130,11 +114,11 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     }
     vocabulary, options = described["tokenizer"], described["tokenizer_config"]
     has_scores, cut = vocabulary.get("tokenizer_type") == "llama", vocabulary.get("pre_tokenizer_type")
-    options.setdefault("add_bos_token", has_scores or cut in _LIKE_LLAMA3)
+    options.setdefault("add_bos_token", has_scores or cut in BEGUN)
     vocabulary["token_type"] = _kinds(vocabulary)
     if vocabulary.get("tokenizer_type") not in _TYPES:
         raise _unserved(f"is of the type {vocabulary.get('tokenizer_type')!r}, which is not served")
-    if vocabulary["tokenizer_type"] == "gpt2" and cut not in CUTS:
+    if vocabulary["tokenizer_type"] == "gpt2" and cut not in SPLITS:
         raise _unserved(f"cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others")
     if vocabulary["tokenizer_type"] == "gpt2" and not vocabulary.get("merges"):
         raise _unserved("has no merges (tokenizer.ggml.merges), without which it cannot cut texts")
@@ -200,12 +184,10 @@ def _byte_level(vocabulary: Mapping[str, Any]) -> Tokenizer:
     cut = vocabulary["pre_tokenizer_type"]
     merges = [tuple(merge.split(" ")) for merge in vocabulary["merges"]]
     numbers = {text: index for index, text in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=cut in _LIKE_LLAMA3))
-    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut in _AS_GPT2 | _SINGLE_DIGITS)
-    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut in _SINGLE_DIGITS else []
-    if cut in GGUF_PRE_TOKENIZER_SPLITS:
-        first = [pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[cut]), behavior="isolated")]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*first, spelled])
+    backend = Tokenizer(models.BPE(vocab=numbers, merges=merges, ignore_merges=cut in WHOLE))
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in SPLITS[cut]]
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, spelled])
     backend.decoder = decoders.ByteLevel()
     for kind, add in ((_CONTROL_TOKEN, backend.add_special_tokens), (_TEXT_TOKEN, backend.add_tokens)):
         added = [text for text, its_kind in zip(tokens, vocabulary["token_type"], strict=True) if its_kind == kind]

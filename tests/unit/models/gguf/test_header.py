@@ -129,9 +129,9 @@ def test_a_beginning_that_promises_too_much_is_refused(tmp_path: Path, beginning
 def test_a_type_that_is_not_served_is_named(good: Path, tmp_path: Path) -> None:
     content = bytearray(good.read_bytes())
     place = content.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 16
-    content[place : place + 4] = struct.pack("<I", 19)
+    content[place : place + 4] = struct.pack("<I", 24)
     (tmp_path / "other.gguf").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_down.weight' in a type \(number 19\) that is not served"):
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_down.weight' in a type \(number 24\) that is not served"):
         read_header(tmp_path / "other.gguf")
 
 

@@ -1,11 +1,13 @@
 """A GGUF file means to Corolla what it means to llama.cpp: the same tokens of a text, and the same greedy answer."""
 
 import json
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -13,13 +15,15 @@ from transformers import AutoTokenizer
 
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
-from corolla.models.gguf.folder import CUTS, write_tokenizer
-from corolla.models.gguf.header import read_header
+from corolla.models.gguf.folder import write_tokenizer
+from corolla.models.gguf.header import PLAIN_TYPES, TYPES, GgufTensor, read_header
+from corolla.models.gguf.pre_tokenizers import SPLITS
+from corolla.models.gguf.tensors import expanded
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.architecture.sources import ROOT
 from tests.gguf_files import FAMILIES_OF_FILES, LLAMA3, add_setting, make_tiny_gguf, rewrite_gguf
-from tests.llama_cpp import greedy_token_ids, token_ids_of
+from tests.llama_cpp import greedy_token_ids, numbers_of, token_ids_of
 
 pytestmark = pytest.mark.full
 
@@ -33,6 +37,9 @@ TEXTS = [
     "<s>begin<|im_end|>\n<\uff5cUser\uff5c>the end</s> after <think>it</think>",
     "def f(x):\n    return x**2  # I'LL we'Ve DON'T\n",
     "a 1 22 333 4444 !!! ... ?? ~~~ $%^&*()[]{}",
+    "camelCase HTTPServer's \u4f60\u597dabc \u30ab\u30bf\u30ab\u30ca\u3072\u3089 \ud55c\uad6d\uc5b4 x\u0301y",
+    "\u10d0\u10d1 a//b/\n/c \u00b5m \u01c5 e=mc\u00b2 \u2018q\u2019 \u3002\u3001 \u0967\u0968\u0969\u096a",
+    "#include <x>\r\n\r\n\tif (a!=b) {}  \n  1,234,567.89 0x1F",
 ]
 
 
@@ -62,11 +69,14 @@ def write_vocabulary(path: Path, architecture: str = "llama", **settings: Any) -
 @pytest.fixture(scope="module")
 def byte_level() -> Mapping[str, Any]:
     learned = Tokenizer(models.BPE())
-    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Merges go over the ends of words, so that other cuts of a text give other tokens.
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learned.train_from_iterator(
-        corpus(),
-        trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, special_tokens=SPECIALS, show_progress=False),
+        [*(line for page in corpus() for line in page.splitlines()), *TEXTS * 8],
+        trainers.BpeTrainer(
+            vocab_size=2500, max_token_length=7, initial_alphabet=alphabet, special_tokens=SPECIALS, show_progress=False
+        ),
     )
     described = json.loads(learned.to_str())["model"]
     tokens = [*sorted(described["vocab"], key=described["vocab"].__getitem__), "<think>", "</think>"]
@@ -92,15 +102,21 @@ def scored() -> Mapping[str, Any]:
     return {"model": "llama", "pre": "default", "tokens": tokens, "token_type": kinds, "scores": scores}
 
 
-def assert_same_tokens(path: Path, folder: Path) -> None:
+def assert_same_tokens(path: Path, folder: Path, texts: Sequence[str] = TEXTS) -> None:
     write_tokenizer(read_header(path), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert [tokenizer.encode(text) for text in TEXTS] == token_ids_of(path, TEXTS)
+    assert [tokenizer.encode(text) for text in texts] == token_ids_of(path, texts)
 
 
-@pytest.mark.parametrize("cut", sorted(CUTS))
+# The models' own tokenizers take marks as parts of words, and llama.cpp's expressions for them leave marks out.
+WITH_MARKS = frozenset({"gpt-4o", "kanana2", "kimi-k2", "llama4", "minimax-m2", "talkie", "tekken"})
+
+
+@pytest.mark.parametrize("cut", sorted(SPLITS))
 def test_texts_are_cut_alike(tmp_path: Path, byte_level: Mapping[str, Any], cut: str) -> None:
-    assert_same_tokens(write_vocabulary(tmp_path / "v.gguf", **byte_level, pre=cut), tmp_path / "tokenizer")
+    has_marks = [any(unicodedata.category(sign).startswith("M") for sign in text) for text in TEXTS]
+    texts = [text for text, has_some in zip(TEXTS, has_marks, strict=True) if not (has_some and cut in WITH_MARKS)]
+    assert_same_tokens(write_vocabulary(tmp_path / "v.gguf", **byte_level, pre=cut), tmp_path / "tokenizer", texts)
 
 
 @pytest.mark.parametrize("cut", ["qwen2", "llama-bpe"])
@@ -175,3 +191,13 @@ def test_greedy_answers_are_alike(
     path = rewrite_gguf(path, tmp_path / "said.gguf", said)
     prompt_ids = [(7 * number) % 250 + 5 for number in range(40)]
     assert greedy(path, prompt_ids, 24) == greedy_token_ids(path, prompt_ids, 24)
+
+
+@pytest.mark.parametrize("number", [number for number, (name, *_) in TYPES.items() if name not in PLAIN_TYPES])
+def test_numbers_of_a_type_are_alike(tmp_path: Path, number: int) -> None:
+    """No program here packs numbers into some types, but any bytes stand for numbers."""
+    name, block_weights, block_bytes = TYPES[number]
+    raw = np.random.default_rng(number).integers(0, 256, 64 * block_bytes, dtype=np.uint8)
+    (tmp_path / "raw").write_bytes(raw.tobytes())
+    own = expanded(GgufTensor(tmp_path / "raw", (2, 32 * block_weights), number, 0, raw.nbytes)).flatten()
+    np.testing.assert_array_equal(own.numpy(), numbers_of(tmp_path / "raw", name, len(own)))
