@@ -9,7 +9,9 @@ the router pushes: each with a connection of its own.
 
 import argparse
 import asyncio
+import json
 import os
+import random
 import secrets
 import statistics
 import sys
@@ -17,10 +19,11 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from benchmarks.command import run
 from benchmarks.figures import Figure, at_least, at_most, figure
@@ -32,6 +35,8 @@ from corolla.local.ports import Ports
 from corolla.v1 import router_pb2 as pb
 from tests.embedded_redis import EmbeddedRedis
 
+Pipe = TypeVar("Pipe", asyncio.StreamReader, asyncio.StreamWriter)
+
 _NUM_BLOCKS: Final = 80
 _BLOCKS_OF_A_SERVER: Final = 10
 _NUM_PAGES: Final = 4096
@@ -40,6 +45,10 @@ _PLANS_AT_ONCE: Final = 40
 _NUM_PLANS: Final = 100
 _SESSION_TOKENS: Final = 256
 _LEASE_MS: Final = 600_000
+_USUAL_LEASE_MS: Final = 6000
+_NUM_ROUTERS: Final = 2
+_NUM_SERVICES: Final = 4
+_joining = asyncio.Semaphore(_JOINS_AT_ONCE)
 _READY_S: Final = 30.0
 _PATIENCE_S: Final = 300.0
 
@@ -48,6 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--clients", type=int, default=16, help="client services that place sessions at once")
     parser.add_argument("--sessions", type=int, default=64, help="that each of them places within one heartbeat")
+    parser.add_argument("--deaths", type=int, default=100, help="servers of the largest fleet that die at once")
+    parser.add_argument("--held", type=int, default=10_000, help="sessions that the fleet holds then")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
@@ -56,6 +67,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         try:
             for count in options.servers:
                 yield from asyncio.run(_fleet(f"redis://127.0.0.1:{redis.port}/0", count, options))
+            if options.deaths:
+                yield from asyncio.run(_deaths(f"redis://127.0.0.1:{redis.port}/0", max(options.servers), options))
         finally:
             redis.stop()
 
@@ -87,6 +100,66 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
             found.append(await _spread(clients, count, options.sessions))
         await control.close()
     return found
+
+
+async def _deaths(redis_url: str, count: int, options: argparse.Namespace) -> list[Figure]:
+    """Many servers die at once, of a fleet that sends heartbeats. Each client service is a process of its own."""
+    model = f"deaths-{count}"
+    async with AsyncExitStack() as stack:
+        routers = [await stack.enter_async_context(_router(redis_url, _USUAL_LEASE_MS)) for _ in range(_NUM_ROUTERS)]
+        controls = [ControlPlane(address, model) for address in routers]
+        servers = [_Server(controls[number % _NUM_ROUTERS], model) for number in range(count)]
+        beating = [asyncio.create_task(each.live()) for each in servers]
+        stack.callback(lambda: [task.cancel() for task in beating])
+        await asyncio.gather(*(each.joined.wait() for each in servers))
+        held = options.held // _NUM_SERVICES
+        facts = [model, _Server.fingerprint, str(_NUM_BLOCKS), str(held)]
+        services = [
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "benchmarks.fleet_client", routers[number % _NUM_ROUTERS], *facts,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            )
+            for number in range(_NUM_SERVICES)
+        ]  # fmt: skip
+        for each in services:
+            stack.callback(partial(_end, each))
+        for each in services:
+            await _line(each)
+        dead = random.Random(0).sample(range(count), options.deaths)
+        for number in dead:
+            beating[number].cancel()
+        died = time.time()
+        for each in services:
+            _pipe(each.stdin).write(json.dumps([servers[number].server_id for number in dead]).encode() + b"\n")
+        found = [json.loads(await _line(each)) for each in services]
+        for control in controls:
+            await control.close()
+    name = f"{options.deaths} of {count} servers die with {options.held} sessions"
+    return [
+        figure(f"{name}: all placed again", "s", [max(each["ended"] for each in found) - died], at_most(10.0)),
+        figure(f"{name}: sessions placed again", "", [sum(each["num_placed"] for each in found)]),
+        figure(f"{name}: longest stall of a client service", "s", [max(each["stall_s"] for each in found)],
+               at_most(0.2)),
+    ]  # fmt: skip
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
+def _pipe(pipe: Pipe | None) -> Pipe:
+    if pipe is None:
+        raise RuntimeError("the process has no pipe")
+    return pipe
+
+
+async def _line(process: asyncio.subprocess.Process) -> bytes:
+    async with asyncio.timeout(_PATIENCE_S):
+        line = await _pipe(process.stdout).readline()
+    if not line:
+        raise RuntimeError("a client service ended")
+    return line
 
 
 async def _plans(
@@ -130,7 +203,7 @@ async def _spread(clients: list[Routes], count: int, num_sessions: int) -> Figur
 
 
 @asynccontextmanager
-async def _router(redis_url: str) -> AsyncIterator[str]:
+async def _router(redis_url: str, lease_ms: int = _LEASE_MS) -> AsyncIterator[str]:
     """A router as a process of its own. Yields its address."""
     ports = Ports()
     port, metrics_port = ports.free(), ports.free()
@@ -140,7 +213,7 @@ async def _router(redis_url: str) -> AsyncIterator[str]:
         "COROLLA_HOST": "127.0.0.1",
         "COROLLA_PORT": str(port),
         "COROLLA_METRICS_PORT": str(metrics_port),
-        "COROLLA_LEASE_MS": str(_LEASE_MS),
+        "COROLLA_LEASE_MS": str(lease_ms),
         "COROLLA_REBALANCE": "false",
     }
     ports.close()
@@ -203,6 +276,17 @@ class _Server:
     control: ControlPlane
     model: str
     server_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    joined: asyncio.Event = field(default_factory=asyncio.Event)
+    num_heartbeats: int = 0
+
+    async def live(self) -> None:
+        """Joins, and sends heartbeats until the task is cancelled."""
+        async with _joining:
+            await self.join()
+        self.joined.set()
+        while True:
+            await asyncio.sleep(_USUAL_LEASE_MS / 4000)
+            await self.beat()
 
     async def join(self) -> None:
         description = pb.ServerDescription(
@@ -212,8 +296,16 @@ class _Server:
         )  # fmt: skip
         stub: Any = self.control.stub
         await stub.RegisterServer(pb.RegisterServerRequest(server=description), timeout=_PATIENCE_S)
-        load = pb.ServerLoad(num_pages=_NUM_PAGES, num_free_pages=_NUM_PAGES, max_session_tokens=_NUM_PAGES << 4)
+        await self.beat()
+
+    async def beat(self) -> None:
+        self.num_heartbeats += 1
+        load = pb.ServerLoad(
+            num_pages=_NUM_PAGES, num_free_pages=_NUM_PAGES, max_session_tokens=_NUM_PAGES << 4,
+            heartbeat_number=self.num_heartbeats,
+        )  # fmt: skip
         beat = pb.HeartbeatRequest(model=self.model, server_id=self.server_id, state=pb.SERVER_STATE_READY, load=load)
+        stub: Any = self.control.stub
         await stub.Heartbeat(beat, timeout=_PATIENCE_S)
 
 

@@ -32,10 +32,6 @@ class _Snapshot:
     by_id: Mapping[str, pb.PlacedServer]
     is_complete: bool
 
-    @property
-    def servers(self) -> list[pb.PlacedServer]:
-        return list(self.by_id.values())
-
 
 class PlacementWatch:
     """Follows the router's pushes and remembers the newest snapshot.
@@ -68,15 +64,21 @@ class PlacementWatch:
         return self._snapshot is not None and self._snapshot.is_complete
 
     @property
-    def servers(self) -> Sequence[pb.PlacedServer]:
+    def by_id(self) -> Mapping[str, pb.PlacedServer]:
         """All servers that are known to be registered, or that may register again after their store lost its data."""
         if self._snapshot is None:
-            return ()
-        servers = self._snapshot.servers
+            return {}
+        by_id = self._snapshot.by_id
         if self._complete is None or not self.is_settling:
-            return servers
-        listed = {each.server.address for each in servers}
-        return [*servers, *(each for each in self._complete.servers if each.server.address not in listed)]
+            return by_id
+        listed = {each.server.address for each in by_id.values()}
+        unlisted = {name: each for name, each in self._complete.by_id.items() if each.server.address not in listed}
+        return {**by_id, **unlisted}
+
+    @property
+    def servers(self) -> Sequence[pb.PlacedServer]:
+        """The servers of `by_id`."""
+        return list(self.by_id.values())
 
     def adapters_for(self, tenant: str) -> list[str]:
         """The names of the adapters that a tenant may use."""
@@ -123,14 +125,16 @@ class PlacementWatch:
 
     def has_hop(self, hop: common_pb2.Hop) -> bool:
         """`servers` has the hop's server at the hop's address."""
-        return _has_hop(self.servers, hop)
+        placed = self.by_id.get(hop.server_id)
+        return placed is not None and placed.server.address == hop.address
 
     async def will_name(self, hop: common_pb2.Hop) -> bool:
         """Like `names`, but asks the router: a server that has just joined may not have been pushed yet."""
         try:
-            return _has_hop((await self._control.get_placement()).servers, hop)
+            servers = (await self._control.get_placement()).servers
         except CorollaError:
             return False
+        return any((each.server.server_id, each.server.address) == (hop.server_id, hop.address) for each in servers)
 
     @property
     def is_settling(self) -> bool:
@@ -206,7 +210,3 @@ def _adapter(adapters: Sequence[pb.RegisteredAdapter], name: str) -> pb.Register
 
 def _is_for(registered: pb.RegisteredAdapter, tenant: str) -> bool:
     return not registered.tenants or tenant in registered.tenants
-
-
-def _has_hop(servers: Sequence[pb.PlacedServer], hop: common_pb2.Hop) -> bool:
-    return any((each.server.server_id, each.server.address) == (hop.server_id, hop.address) for each in servers)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -28,7 +29,7 @@ from corolla.planning.candidates import candidates, chain_of, is_slow
 from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
-from corolla.planning.planner import plan_around_suspects, plan_replacements
+from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
@@ -37,6 +38,25 @@ from corolla.wire.span import Span
 _RETRY_INTERVAL_S: Final = 0.5
 # The greatest age of a heartbeat when a router's push brings its load to this process.
 _BOOKING_LAG_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The servers of one placement, so that a plan need not look at all of them.
+
+    Attributes:
+        state: which placement this is.
+        placed: all servers by id.
+        ready: those that may be in a chain, by id.
+        ids: the ids of these by address.
+        replicas: these in groups.
+    """
+
+    state: tuple[int, bool]
+    placed: Mapping[str, router_pb2.PlacedServer]
+    ready: Mapping[str, Candidate]
+    ids: Mapping[str, str]
+    replicas: Replicas
 
 
 class Routes:
@@ -65,8 +85,9 @@ class Routes:
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
         self.beginnings = Beginnings()
-        self._grouped: tuple[tuple[int, bool], Replicas] | None = None
-        self._ids: dict[str, str] = {}
+        self._index: _Index | None = None
+        # When a server dies, all of its sessions look for another one at the same moment.
+        self._replacing = asyncio.Lock()
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
@@ -83,17 +104,16 @@ class Routes:
         Args:
             token_seconds: the time from one token of a session to the next one.
         """
-        servers = self._placement.servers
-        doubted = {each.server.server_id for each in servers if each.doubted}
-        if is_slow(servers, chain, token_seconds):
+        indexed = self._indexed()
+        if is_slow(indexed.ready, chain, token_seconds):
             for hop in chain.hops:
-                if hop.server_id not in doubted:
+                if not indexed.placed[hop.server_id].doubted:
                     self._tasks.start(self._report_server(hop.server_id, slow=True), "report of a slow server")
 
     def exclude_leaving(self, server_id: str) -> None:
         """Leaves a draining server out for good, without a report: it did not fail."""
         # Servers that are gone are forgotten here: otherwise every request to the router would list them.
-        self._leaving &= {each.server.server_id for each in self._placement.servers}
+        self._leaving &= self._placement.by_id.keys()
         self._leaving.add(server_id)
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
@@ -101,9 +121,12 @@ class Routes:
 
         A server that died is listed until its lease ends, and its clients notice its death long before.
         """
-        states = {each.server.server_id: each.state for each in self._placement.servers}
-        draining = router_pb2.SERVER_STATE_DRAINING
-        return server_id in self._leaving or (bool(states) and states.get(server_id, draining) == draining)
+        if server_id in self._leaving:
+            return True
+        placed = self._placement.by_id
+        if server_id in placed:
+            return placed[server_id].state == router_pb2.SERVER_STATE_DRAINING
+        return bool(placed)
 
     def on_open_refused(self, server_id: str, failure: BaseException) -> None:
         """Leaves a server out that did not open a session, if the failure says that it is unreachable or leaves."""
@@ -114,7 +137,7 @@ class Routes:
 
     def hear_load(self, address: str, load: blocks_pb2.HopLoad) -> None:
         """Takes the load that the server at an address has after it opened a session, or refused to."""
-        if (server_id := self._ids.get(address)) is not None:
+        if (server_id := self._indexed().ids.get(address)) is not None:
             self._bookings.hear_answer(server_id, load)
 
     async def plan(
@@ -158,7 +181,7 @@ class Routes:
                 chain = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
                 if chain is None:
                     raise self._no_chain(failure, are_some_full=are_some_full) from None
-        chain = with_numerics(_cut(chain, blocks), self._placement.servers)
+        chain = with_numerics(_cut(chain, blocks), self._indexed().placed)
         self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
         return chain
 
@@ -192,7 +215,7 @@ class Routes:
     def _plan_by_snapshot(
         self, num_tokens: int, excluded: Collection[str], held: Mapping[str, int] = MappingProxyType({})
     ) -> common_pb2.Chain | None:
-        replicas = self._replicas()
+        replicas = self._indexed().replicas
         for wanted_tokens in (num_tokens, 0):
             session = self._session(wanted_tokens, excluded, held)
             with contextlib.suppress(NoChain, OutOfPages):
@@ -264,7 +287,10 @@ class Routes:
         give_up_s = clock() + patience_s
         while True:
             try:
-                return self._replace_now(chain, lost, num_tokens)
+                # Between two replacements, the event loop does what else is due.
+                async with self._replacing:
+                    await asyncio.sleep(0)
+                    return self._replace_now(chain, lost, num_tokens)
             except CorollaError:
                 now_s = clock()
                 with contextlib.suppress(CorollaError):
@@ -289,7 +315,7 @@ class Routes:
 
     def continued(self, before: common_pb2.Chain, after: common_pb2.Chain) -> common_pb2.Chain:
         """The chain `after`, to which sessions go from the chain `before`, with the numerics of its hops."""
-        return continued(before, after, self._placement.servers)
+        return continued(before, after, self._indexed().placed)
 
     def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
         """The chain's remaining hops, unchanged, with other servers in the gaps."""
@@ -308,7 +334,7 @@ class Routes:
 
     def _numerics_of(self, chain: common_pb2.Chain, hops: Iterable[common_pb2.Hop]) -> Sequence[tuple[Span, Numerics]]:
         """The blocks and the numerics of some hops of a chain."""
-        named = with_numerics(chain, self._placement.servers)
+        named = with_numerics(chain, self._indexed().placed)
         return [(Span.from_message(hop.span), numerics_of(named, hop)) for hop in hops]
 
     def _replacements(
@@ -328,9 +354,10 @@ class Routes:
     def _plan(
         self, session: PlannedSession, gap: Sequence[tuple[Span, Numerics]], *, suspects: bool = True
     ) -> Sequence[common_pb2.Hop]:
-        replicas = self._replicas()
+        replicas = self._indexed().replicas
         # Neighbouring hops of one server's blocks need as many servers of one kind.
-        usable = replicas.usable(session, len(gap) + 1)
+        blocks = Span(gap[0][0].start, gap[-1][0].end)
+        usable = replicas.usable(session, len(gap) + 1, blocks)
         planned = plan_replacements([each for each in usable if suspects or not each.is_suspected], gap)
         return chain_of(with_partners(planned, replicas, session, keeps_numerics=True).hops, self._fingerprint).hops
 
@@ -341,23 +368,29 @@ class Routes:
         booked = partial(self._bookings.booked, now_s=now_s)
         return PlannedSession(num_tokens, excluded, booked, held)
 
-    def _replicas(self) -> Replicas:
-        """The ready servers, grouped anew after each push."""
+    def _indexed(self) -> "_Index":
+        """The servers, looked through anew after each push."""
         state = self._placement.num_updates, self._placement.is_settling
-        if self._grouped is None or self._grouped[0] != state:
-            servers = self._placement.servers
+        if self._index is None or self._index.state != state:
+            placed = self._placement.by_id
+            servers = list(placed.values())
             self._bookings.hear(servers, asyncio.get_running_loop().time())
             ready = candidates(servers, fingerprint=self._fingerprint)
-            self._ids = {each.address: each.server_id for each in ready}
-            self._grouped = state, Replicas(in_turn(ready, self._placement.turn))
-        return self._grouped[1]
+            self._index = _Index(
+                state,
+                placed,
+                ready={each.server_id: each for each in ready},
+                ids={each.address: each.server_id for each in ready},
+                replicas=Replicas(in_turn(ready, self._placement.turn)),
+            )
+        return self._index
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:
         """A hop cannot be used: it is avoided, or no longer in the placement."""
         if hop.server_id in self._avoided():
             return True
-        placed = {each.server_id for each in candidates(self._placement.servers, fingerprint=self._fingerprint)}
-        return bool(placed) and hop.server_id not in placed
+        ready = self._indexed().ready
+        return bool(ready) and hop.server_id not in ready
 
     def _quarantined(self) -> frozenset[str]:
         return self.quarantine.active(asyncio.get_running_loop().time())

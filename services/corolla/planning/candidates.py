@@ -1,7 +1,7 @@
 """Converts the messages of a placement to the planner's candidates, and planned hops back to messages. Pure."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from corolla.planning.planner import Candidate, PlannedHop
@@ -79,14 +79,15 @@ def _median_of_others(measured: Sequence[float], own: float) -> float:
     return measured[middle + (0 < own <= measured[middle])]
 
 
-def is_slow(servers: Collection[pb.PlacedServer], chain: common_pb2.Chain, token_seconds: float) -> bool:
+def is_slow(ready: Mapping[str, Candidate], chain: common_pb2.Chain, token_seconds: float) -> bool:
     """A chain is slow if its tokens come far more slowly than its servers' figures predict.
 
     Args:
+        ready: The ready servers by id.
         token_seconds: The time from one token of a session to the next one.
     """
     hops = {hop.server_id: hop for hop in chain.hops}
-    chosen = [each for each in candidates(servers, fingerprint=chain.fingerprint) if each.server_id in hops]
+    chosen = [ready[server_id] for server_id in hops if server_id in ready]
     if len(chosen) < len(hops):
         return False
     expected = sum(

@@ -4,31 +4,34 @@ Servers of other numerics round in other ways. Where hops are replaced by such s
 from those of an undisturbed answer, unless all servers compute in float32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.numerics import Numerics
 
 
-def with_numerics(chain: common_pb2.Chain, servers: Iterable[pb.PlacedServer]) -> common_pb2.Chain:
-    """Returns the chain with the numerics of its hops, as their servers announce them now, or else as it knows them."""
-    announced = {each.server.server_id: each.load.numerics for each in servers}
+def with_numerics(chain: common_pb2.Chain, placed: Mapping[str, pb.PlacedServer]) -> common_pb2.Chain:
+    """Returns the chain with the numerics of its hops, as their servers announce them now, or else as it knows them.
+
+    Args:
+        placed: The servers of the placement by id.
+    """
     named = common_pb2.Chain()
     named.CopyFrom(chain)
     named.ClearField("numerics")
     for hop in chain.hops:
-        if numerics := announced.get(hop.server_id) or chain.numerics.get(hop.server_id):
+        announced = placed[hop.server_id].load.numerics if hop.server_id in placed else ""
+        if numerics := announced or chain.numerics.get(hop.server_id):
             named.numerics[hop.server_id] = numerics
     return named
 
 
 def continued(
-    before: common_pb2.Chain, after: common_pb2.Chain, servers: Iterable[pb.PlacedServer]
+    before: common_pb2.Chain, after: common_pb2.Chain, placed: Mapping[str, pb.PlacedServer]
 ) -> common_pb2.Chain:
     """Returns the chain `after` of sessions that were on the chain `before`, with numerics and what became of them."""
-    servers = tuple(servers)
-    known, chain = with_numerics(before, servers), with_numerics(after, servers)
+    known, chain = with_numerics(before, placed), with_numerics(after, placed)
     chain.mixes_numerics = before.mixes_numerics or after.mixes_numerics or _have_changed(known, chain)
     return chain
 

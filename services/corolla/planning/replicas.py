@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate
@@ -70,7 +70,16 @@ class PlannedSession:
         return replace(server, seconds_per_block=seconds, has_pages=has_pages)
 
 
-_Kind = tuple[str, Span, str, Numerics, bool]
+class _Kind(NamedTuple):
+    """What makes servers alike: of those that are, a chain needs the cheapest only."""
+
+    fingerprint: str
+    span: Span
+    zone: str
+    numerics: Numerics
+    is_suspected: bool
+
+
 _Role = tuple[str, Span, str]
 
 
@@ -116,10 +125,11 @@ class Replicas:
             replicas.sort(key=lambda each: each.server_id)
             self._ranks.update((each.server_id, rank) for rank, each in enumerate(replicas))
 
-    def usable(self, session: PlannedSession, num_of_each: int = 2) -> list[Candidate]:
+    def usable(self, session: PlannedSession, num_of_each: int = 2, blocks: Span | None = None) -> list[Candidate]:
         """Returns the servers among which a cheapest chain for the session is found, with their booked loads.
 
         Args:
+            blocks: The blocks that the chain covers; None: all blocks.
             num_of_each: How many servers of one kind the chain may need: two, if others hold only blocks in the middle
                 of their span.
         """
@@ -130,6 +140,7 @@ class Replicas:
         return [
             server
             for kind, alike in self._alike.items()
+            if blocks is None or (kind.span.start < blocks.end and blocks.start < kind.span.end)
             for server in _front(alike, holders.get(kind, ()), session, num_of_each)
         ]
 
@@ -228,8 +239,7 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
 
 
 def _kind(server: Candidate) -> _Kind:
-    """Returns what makes servers alike: of those that are, a chain needs the cheapest only."""
-    return server.fingerprint, server.span, server.zone, server.numerics, server.is_suspected
+    return _Kind(server.fingerprint, server.span, server.zone, server.numerics, server.is_suspected)
 
 
 def _role(server: Candidate) -> _Role:

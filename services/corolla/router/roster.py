@@ -32,7 +32,7 @@ class Roster:
     removed_adapters: tuple[common_pb2.AdapterVersion, ...] = ()
 
     @cached_property
-    def _by_id(self) -> dict[str, pb.PlacedServer]:
+    def by_id(self) -> dict[str, pb.PlacedServer]:
         return {each.server.server_id: each for each in self.servers}
 
     @property
@@ -103,7 +103,7 @@ class Roster:
             and fingerprint in ("", chain.fingerprint)
             and all(
                 hop.server_id not in excluded
-                and (placed := self._by_id.get(hop.server_id)) is not None
+                and (placed := self.by_id.get(hop.server_id)) is not None
                 and placed.state == pb.SERVER_STATE_READY
                 and placed.server.fingerprint == chain.fingerprint
                 and Span.from_message(placed.span).covers(Span.from_message(hop.span))
@@ -113,7 +113,7 @@ class Roster:
 
     def places(self, hop: common_pb2.Hop) -> bool:
         """The server of a hop is registered, at the hop's address and with its blocks."""
-        placed = self._by_id.get(hop.server_id)
+        placed = self.by_id.get(hop.server_id)
         return (
             placed is not None
             and placed.server.address == hop.address
@@ -152,9 +152,9 @@ class Roster:
     def changes_since(self, before: "Roster") -> pb.Placement:
         """Returns the message for watchers that know the placement `before`."""
         message = self._message()
-        message.change.gone_server_ids.extend(before._by_id.keys() - self._by_id.keys())
+        message.change.gone_server_ids.extend(before.by_id.keys() - self.by_id.keys())
         for each in self.servers:
-            known = before._by_id.get(each.server.server_id)
+            known = before.by_id.get(each.server.server_id)
             if known is each:
                 continue
             if known is not None and (known.server, known.span) == (each.server, each.span):

@@ -158,7 +158,7 @@ class RouterServicer:
         if not roster.places(request.hop):
             raise RouteUnknown("the session would go to a block server that the placement does not name")
         await self.sessions.move(
-            request.model, request.session_id, request.tenant, request.server_id, request.hop, roster.servers
+            request.model, request.session_id, request.tenant, request.server_id, request.hop, roster.by_id
         )
         return pb.MoveSessionResponse()
 

@@ -1,8 +1,9 @@
 """Session records in the store: owner, chain, token log, and the lock of the running turn."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -108,13 +109,13 @@ class SessionRecords:
         tenant: str,
         server_id: str,
         hop: common_pb2.Hop,
-        servers: Sequence[pb.PlacedServer] = (),
+        placed: Mapping[str, pb.PlacedServer] = MappingProxyType({}),
     ) -> None:
         """Puts `hop` into the recorded chain, in place of the hop on `server_id` with the same blocks.
 
         Args:
             hop: The hop that has the session now.
-            servers: All servers of the placement, whose numerics the chain is to name.
+            placed: The servers of the placement by id, whose numerics the chain is to name.
 
         Raises:
             SessionBusy: A turn is running, or has ended just now.
@@ -135,7 +136,7 @@ class SessionRecords:
                 break
         else:
             raise SessionNotFound("the session has no such hop")
-        record.chain.CopyFrom(continued(left, record.chain, servers))
+        record.chain.CopyFrom(continued(left, record.chain, placed))
         _checked(await self._store.call("move_session", model, session_id, tenant, before, *_stored(record)))
 
     async def delete(self, model: str, session_id: str, tenant: str) -> pb.SessionRecord:

@@ -182,6 +182,31 @@ async def test_a_change_of_a_server_that_is_not_known_is_ignored() -> None:
 
 
 @watched
+async def test_sessions_that_lose_a_server_at_once_are_placed_one_after_another(
+    router: Router, watch: PlacementWatch
+) -> None:
+    """The event loop does other things in between: a stall would grow with the number of sessions."""
+    servers = [
+        pb.PlacedServer(
+            server=pb.ServerDescription(server_id=name, address=f"{name}:1", fingerprint="f"),
+            span=common_pb2.BlockSpan(start=0, end=5), state=pb.SERVER_STATE_READY,
+        )
+        for name in "ab"
+    ]  # fmt: skip
+    await router.push(pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain()))
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    hop = common_pb2.Hop(server_id="a", address="a:1", span=servers[0].span)
+    lost = common_pb2.Chain(fingerprint="f", hops=[hop])
+    num_placed: list[int] = []
+    placing = [asyncio.ensure_future(routes.replace_lost(lost, {"a"}, num_tokens=1, patience_s=1.0)) for _ in range(20)]
+    while not all(each.done() for each in placing):
+        num_placed.append(sum(each.done() for each in placing))
+        await asyncio.sleep(0)
+    assert set(range(20)) <= set(num_placed)
+    assert {each.result().hops[0].server_id for each in placing} == {"b"}
+
+
+@watched
 async def test_a_departed_server_that_is_not_listed_is_forgotten(router: Router, watch: PlacementWatch) -> None:
     routes = Routes(cast(ControlPlane, router), watch, "f", 5)
     for number in range(100):

@@ -24,11 +24,11 @@ def chain_of(*hops: str, **facts: object) -> common_pb2.Chain:
     return chain
 
 
-def placed(**numerics: str) -> list[pb.PlacedServer]:
-    return [
-        pb.PlacedServer(server=pb.ServerDescription(server_id=name), load=pb.ServerLoad(numerics=each))
+def placed(**numerics: str) -> dict[str, pb.PlacedServer]:
+    return {
+        name: pb.PlacedServer(server=pb.ServerDescription(server_id=name), load=pb.ServerLoad(numerics=each))
         for name, each in numerics.items()
-    ]
+    }
 
 
 def test_a_digest_depends_on_each_fact_and_not_on_their_order() -> None:

@@ -39,10 +39,10 @@ def test_the_duration_of_a_step_is_bounded_as_the_speed_is() -> None:
 
 
 def test_a_chain_is_slow_where_tokens_take_many_times_as_long_as_its_servers_say() -> None:
-    servers = [placed("a", 100.0)]
+    ready = {each.server_id: each for each in candidates([placed("a", 100.0)])}
     hop = common_pb2.Hop(server_id="a", span=common_pb2.BlockSpan(start=0, end=10))
     chain = common_pb2.Chain(fingerprint="f", hops=[hop])
-    assert not is_slow(servers, chain, token_seconds=0.8)
-    assert is_slow(servers, chain, token_seconds=0.9)
+    assert not is_slow(ready, chain, token_seconds=0.8)
+    assert is_slow(ready, chain, token_seconds=0.9)
     gone = common_pb2.Chain(fingerprint="f", hops=[hop, common_pb2.Hop(server_id="gone")])
-    assert not is_slow(servers, gone, token_seconds=100.0)
+    assert not is_slow(ready, gone, token_seconds=100.0)
