@@ -47,8 +47,8 @@ class RouterMetrics:
         )
         self._moves = counter(
             "corolla_moves_ordered",
-            "Moves of block servers to other spans that this router ordered: to cover blocks that had no server, or to "
-            "make the slowest block faster.",
+            "Moves of block servers to other spans that this router ordered: to cover blocks that had no server, or "
+            "(`faster`) to make pairs of one kind and the slowest block faster.",
             ["model", "reason"],
         )
         self._servers = gauge("corolla_registered_servers", "Block servers with a lease, by state.", ["model", "state"])

@@ -6,6 +6,7 @@ the head. The search excludes moves that would take away a block's only server u
 returns how good the best layout is that the other moves can reach, and the first move on a shortest way there.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,8 +25,11 @@ _Step = tuple[int, int]
 # Facts of a server: the length of its span; its throughput for each block if the span does not reach the model's end;
 # the same if it does; its memory for weights.
 _Facts = tuple[int, int, int, WeightMemory]
-# The number of blocks with a server, and the throughput of the slowest block in micro-tokens per second.
-_Worth = tuple[int, int]
+# The kind and the length of servers that could be partners.
+_Group = tuple[str, int]
+# The number of blocks with a server; the number of pairs that lone servers could make, negative; and the throughput of
+# the slowest block in micro-tokens per second.
+_Worth = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move of a server to `span`. If `covers`, it leads to fewer uncovered blocks, else to a faster slowest block."""
+    """A move of a server to `span`. If `covers`, it leads to fewer uncovered blocks, else to a pair or more speed."""
 
     server_id: str
     span: Span
@@ -52,26 +56,58 @@ def next_move(
 ) -> Move | None:
     """Returns the first move on a shortest way to the best layout; None if that layout gains too little.
 
-    Layouts are compared by the number of blocks with a server, then by the throughput of the slowest block. If nothing
-    else changes, repeated moves come to an end, because each one comes closer to the best layout or finds a better one.
-    To ensure this, only layouts that are at most two moves away count when there are too many to search them all.
+    Layouts are compared by the number of blocks with a server, then by the pairs that lone servers of one kind could
+    still make, then by the throughput of the slowest block. A server is lone while no other one of its kind has the
+    same span. For example, with one server of kind A and one of kind B on each of two spans, an A moves to the other A,
+    and then a B to the other B.
+
+    If nothing else changes, repeated moves come to an end, because each one comes closer to the best layout or finds a
+    better one. To ensure this, only layouts that are at most two moves away count when there are too many to search
+    them all.
 
     Args:
         members: The servers of one fingerprint, all ready.
-        min_gain: The fraction by which the slowest block must become faster, unless the layout covers more blocks.
+        min_gain: The fraction by which the slowest block must become faster, unless the layout covers more blocks or
+            makes a pair.
         max_layouts: The approximate number of layouts to search. Those that are one move away are always searched.
     """
     pool = _Pool(members, num_blocks)
     goal, step = _search(pool, max_layouts)
     if step is None:
         return None
-    present = _worth(pool.coverage(pool.layout)[0])
+    present = pool.coverage(pool.layout).worth
     covers = goal[0] > present[0]
-    if not covers and goal[1] <= present[1] * (1 + min_gain):
+    if goal[:2] == present[:2] and goal[2] <= present[2] * (1 + min_gain):
         return None
     index, start = step
     member = pool.movable[index]
     return Move(member.server_id, Span(start, start + len(member.hosted.span)), covers)
+
+
+class _Coverage:
+    """What the servers of a layout give.
+
+    Attributes:
+        per_block: The throughput of each block.
+        num_holders: The number of servers that hold each block.
+        worth: How good the layout is.
+    """
+
+    def __init__(self, per_block: list[int], num_holders: list[int], placed: Counter[tuple[_Group, int]]) -> None:
+        self.per_block = per_block
+        self.num_holders = num_holders
+        self._placed = placed
+        self._lone = Counter(group for (group, _), count in placed.items() if count == 1)
+        self._num_apart = sum(count // 2 for count in self._lone.values())
+        self.worth = _worth(per_block, self._num_apart)
+
+    def num_apart_after(self, group: _Group, before: int, after: int) -> int:
+        """Returns how many pairs lone servers could make once a server of this group has another start."""
+        if not group[0]:
+            return self._num_apart
+        left, joined = self._placed[group, before], self._placed[group, after]
+        num_lone = self._lone[group] + {1: -1, 2: 1}.get(left, 0) + {0: 1, 1: -1}.get(joined, 0)
+        return self._num_apart + num_lone // 2 - self._lone[group] // 2
 
 
 class _Pool:
@@ -83,7 +119,7 @@ class _Pool:
         # Equal servers are neighbours in this order.
         self.movable = sorted(
             (each for each in members if each.is_movable),
-            key=lambda each: (*_facts(each, num_blocks), each.server_id),
+            key=lambda each: (each.hosted.kind, *_facts(each, num_blocks), each.server_id),
         )
         self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
         self._facts = [_facts(each, num_blocks) for each in self.movable]
@@ -91,18 +127,20 @@ class _Pool:
         self._num_holders = [
             sum(each.span.start <= block < each.span.end for each in fixed) for block in range(num_blocks)
         ]
-        equals = groupby(range(len(self.movable)), key=lambda index: self._facts[index])
+        self._groups = [_group(each.hosted) for each in self.movable]
+        self._fixed = Counter((_group(each), each.span.start) for each in fixed if each.kind)
+        equals = groupby(range(len(self.movable)), key=lambda index: (self._groups[index], self._facts[index]))
         self._equals = [list(group) for _, group in equals]
 
-    def coverage(self, layout: _Layout) -> tuple[list[int], list[int]]:
-        """Returns the throughput of each block, and the number of servers that hold it."""
+    def coverage(self, layout: _Layout) -> _Coverage:
         per_block, num_holders = list(self._throughput), list(self._num_holders)
         for start, facts in zip(layout, self._facts, strict=True):
             share = self._share(facts, start)
             for block in range(start, start + facts[0]):
                 per_block[block] += share
                 num_holders[block] += 1
-        return per_block, num_holders
+        placed = self._fixed + Counter(each for each in zip(self._groups, layout, strict=True) if each[0][0])
+        return _Coverage(per_block, num_holders, placed)
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
         """Yields all moves that take away no block's only server."""
@@ -112,15 +150,15 @@ class _Pool:
                     if other != start and memory.holds(Span(other, other + length), self.num_blocks):
                         yield index, other
 
-    def worth_after(self, layout: _Layout, per_block: Sequence[int], step: _Step) -> _Worth:
+    def worth_after(self, layout: _Layout, coverage: _Coverage, step: _Step) -> _Worth:
         index, start = step
         facts = self._facts[index]
-        after = list(per_block)
+        after = list(coverage.per_block)
         for block in range(layout[index], layout[index] + facts[0]):
             after[block] -= self._share(facts, layout[index])
         for block in range(start, start + facts[0]):
             after[block] += self._share(facts, start)
-        return _worth(after)
+        return _worth(after, coverage.num_apart_after(self._groups[index], layout[index], start))
 
     def _share(self, facts: _Facts, start: int) -> int:
         length, within, at_end, _ = facts
@@ -140,13 +178,17 @@ def _facts(member: Member, num_blocks: int) -> _Facts:
     return length, within, at_end, member.memory
 
 
-def _worth(per_block: list[int]) -> _Worth:
-    return len(per_block) - per_block.count(0), min(per_block)
+def _group(hosted: HostedSpan) -> _Group:
+    return hosted.kind, len(hosted.span)
+
+
+def _worth(per_block: list[int], num_apart: int) -> _Worth:
+    return len(per_block) - per_block.count(0), -num_apart, min(per_block)
 
 
 def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
     """Returns the best layout's worth, and the first step of a shortest way there; None: it is the present one."""
-    best: tuple[_Worth, _Step | None] = (_worth(pool.coverage(pool.layout)[0]), None)
+    best: tuple[_Worth, _Step | None] = (pool.coverage(pool.layout).worth, None)
     best_near = best
     seen = {pool.key(pool.layout)}
     frontier: list[tuple[_Layout, _Step | None]] = [(pool.layout, None)]
@@ -157,15 +199,15 @@ def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
         for layout, first in frontier:
             if depth > 1 and len(seen) >= max_layouts:
                 return best_near
-            per_block, num_holders = pool.coverage(layout)
-            for step in pool.steps(layout, num_holders):
+            coverage = pool.coverage(layout)
+            for step in pool.steps(layout, coverage.num_holders):
                 index, start = step
                 other = (*layout[:index], start, *layout[index + 1 :])
                 if (key := pool.key(other)) in seen:
                     continue
                 seen.add(key)
                 following.append((other, first or step))
-                if (worth := pool.worth_after(layout, per_block, step)) > best[0]:
+                if (worth := pool.worth_after(layout, coverage, step)) > best[0]:
                     best = (worth, first or step)
                     if depth <= 2:
                         best_near = best

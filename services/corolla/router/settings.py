@@ -68,7 +68,8 @@ class RouterSettings(ServiceSettings):
         0.25,
         ge=0,
         le=100,
-        description="Part by which a move must make the slowest block faster; moves to uncovered blocks need no gain.",
+        description="Part by which a move must make the slowest block faster; moves to uncovered blocks, or to those "
+        "of a lone server of the same kind, need no gain.",
     )
     kubernetes: str = Field(
         "auto",

@@ -1,6 +1,7 @@
 """Moves: against brute force over all layouts that can be reached, and whether they ever end."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,8 +22,9 @@ def member(
     is_movable: bool = True,
     head_blocks: float = 0.0,
     memory: WeightMemory = ENOUGH,
+    kind: str = "",
 ) -> Member:
-    return Member(f"s{number}", HostedSpan(span, speed, head_blocks), is_movable, memory)
+    return Member(f"s{number}", HostedSpan(span, speed, head_blocks, kind), is_movable, memory)
 
 
 def after(members: Sequence[Member], move: Move) -> list[Member]:
@@ -32,16 +34,25 @@ def after(members: Sequence[Member], move: Move) -> list[Member]:
     ]
 
 
-def worth(members: Sequence[Member], num_blocks: int) -> tuple[int, int]:
-    per_block = throughput([each.hosted for each in members], num_blocks)
-    return num_blocks - per_block.count(0), min(per_block)
+Worth = tuple[int, int, int]
+
+
+def worth(members: Sequence[Member], num_blocks: int) -> Worth:
+    return worth_of([each.hosted for each in members], num_blocks)
+
+
+def worth_of(servers: Sequence[HostedSpan], num_blocks: int) -> Worth:
+    per_block = throughput(servers, num_blocks)
+    held = [(each.kind, each.span) for each in servers if each.kind]
+    lone = Counter((kind, len(span)) for kind, span in held if held.count((kind, span)) == 1)
+    return num_blocks - per_block.count(0), -sum(count // 2 for count in lone.values()), min(per_block)
 
 
 def covered(members: Sequence[Member], num_blocks: int) -> set[int]:
     return {block for each in members for block in range(each.hosted.span.start, each.hosted.span.end)}
 
 
-def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]]:
+def reachable(members: Sequence[Member], num_blocks: int) -> set[Worth]:
     """The values of all reachable layouts, by brute force."""
     hosted = [each.hosted for each in members]
     first = tuple(each.hosted.span for each in members)
@@ -62,9 +73,7 @@ def reachable(members: Sequence[Member], num_blocks: int) -> set[tuple[int, int]
                     waiting.append(layout)
     found = set()
     for spans in seen:
-        standing = [replace(each, span=span) for each, span in zip(hosted, spans, strict=True)]
-        per_block = throughput(standing, num_blocks)
-        found.add((num_blocks - per_block.count(0), min(per_block)))
+        found.add(worth_of([replace(each, span=span) for each, span in zip(hosted, spans, strict=True)], num_blocks))
     return found
 
 
@@ -91,6 +100,7 @@ def pools(draw: st.DrawFn, most_servers: int = 4, most_blocks: int = 7) -> tuple
     num_blocks = draw(st.integers(1, most_blocks))
     members: list[Member] = []
     head_blocks = draw(st.sampled_from([0.0, 0.0, 0.5, 4.0]))
+    kinds = draw(st.sampled_from(["", "A", "AB"])) or [""]
     for number in range(draw(st.integers(1, most_servers))):
         speed = draw(st.sampled_from([1.0, 2.0, 3.0, 7.0]))
         length = draw(st.integers(1, num_blocks))
@@ -101,7 +111,10 @@ def pools(draw: st.DrawFn, most_servers: int = 4, most_blocks: int = 7) -> tuple
             span = Span(start, start + length)
         is_movable = draw(st.integers(0, 4)) > 0
         memory = draw(st.sampled_from([ENOUGH, ENOUGH, WeightMemory(len(span) + 1.0, head_blocks)]))
-        members.append(member(number, span, speed, is_movable=is_movable, head_blocks=head_blocks, memory=memory))
+        kind = draw(st.sampled_from(kinds))
+        members.append(
+            member(number, span, speed, is_movable=is_movable, head_blocks=head_blocks, memory=memory, kind=kind)
+        )
     return members, num_blocks
 
 
@@ -116,9 +129,9 @@ def test_moves_lead_to_the_best_layout_that_can_be_reached(pool: tuple[list[Memb
 def test_moves_with_hysteresis_end_where_no_move_pays(pool: tuple[list[Member], int], min_gain: float) -> None:
     members, num_blocks = pool
     end = follow(members, num_blocks, min_gain)[-1]
-    num_covered, slowest = worth(end, num_blocks)
-    best_covered, best_slowest = max(reachable(end, num_blocks))
-    assert best_covered == num_covered
+    *given, slowest = worth(end, num_blocks)
+    *best, best_slowest = max(reachable(end, num_blocks))
+    assert best == given
     assert best_slowest <= slowest * (1 + min_gain)
 
 
@@ -136,7 +149,7 @@ def test_a_search_that_is_cut_short_still_comes_to_an_end_and_never_makes_it_wor
 def test_unstable_speeds_do_not_move_servers_back_and_forth(pool: tuple[list[Member], int], rng: random.Random) -> None:
     members, num_blocks = pool
     restless = {each.server_id: each.hosted.speed for each in members}
-    rests: list[tuple[int, int]] = []
+    rests: list[Worth] = []
     for _ in range(40):
         wavering = [
             replace(each, hosted=replace(each.hosted, speed=restless[each.server_id] * rng.uniform(0.95, 1.05)))
@@ -166,3 +179,31 @@ def test_a_slow_part_is_helped_if_that_pays() -> None:
     members = [member(number, Span(0, 3) if number < 3 else Span(3, 6), 10.0) for number in range(4)]
     assert next_move(members, 6, min_gain=0.25) == Move("s0", Span(3, 6), covers=False)
     assert next_move(members, 6, min_gain=1.0) is None
+
+
+@pytest.mark.parametrize("speeds", [(10.0, 10.0), (30.0, 10.0)])
+def test_servers_of_two_kinds_move_until_each_has_a_partner_of_its_kind(speeds: tuple[float, float]) -> None:
+    halves = Span(0, 3), Span(3, 6)
+    mixed = [
+        member(2 * number + half, span, speed, kind=kind)
+        for half, span in enumerate(halves)
+        for number, (kind, speed) in enumerate(zip("AB", speeds, strict=True))
+    ]
+    held = {(each.hosted.kind, each.hosted.span) for each in follow(mixed, 6, min_gain=0.25)[-1]}
+    assert held in ({("A", halves[0]), ("B", halves[1])}, {("A", halves[1]), ("B", halves[0])})
+
+
+def test_of_three_lone_servers_one_becomes_a_partner() -> None:
+    spans = Span(0, 3), Span(1, 4), Span(3, 6)
+    for kind, is_moved in (("A", True), ("", False)):
+        lone = [member(number, span, 10.0, kind=kind) for number, span in enumerate(spans)]
+        assert (next_move(lone, 6, min_gain=0.25) is not None) == is_moved
+
+
+def test_no_pair_is_broken_for_speed() -> None:
+    """The blocks of the slow kind would be faster with one server of the fast kind."""
+    spans, speeds = {"A": Span(0, 3), "B": Span(3, 6)}, {"A": 90.0, "B": 10.0}
+    pairs = [member(number, spans[kind], speeds[kind], kind=kind) for number, kind in enumerate("AABB")]
+    assert next_move(pairs, 6, min_gain=0.25) is None
+    third = [*pairs, member(4, spans["A"], speeds["A"], kind="A")]
+    assert next_move(third, 6, min_gain=0.25) == Move("s0", spans["B"], covers=False)
