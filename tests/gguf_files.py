@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import gguf
 import numpy as np
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_long_rope_checkpoint, make_tiny_checkpoint
 from tests.llama_cpp.converter import convert
@@ -38,12 +39,20 @@ _FACTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "hunyuan_v1_moe": (
         _DEFAULT_ROPE, {"moe_intermediate_size": [96] * 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4}
     ),
+    "kimi_linear": (
+        {},
+        {
+            "linear_attn_config": {"full_attn_layers": [2], "head_dim": 16, "short_conv_kernel_size": 4},
+            "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid",
+        },
+    ),
     "lfm2_moe": ({"tie_word_embeddings": True}, {}),
     "minimax_m2": ({}, {"rotary_dim": 16, **_SIGMOID}),
     "olmoe": ({"clip_qkv": None}, {}),
     "qwen2": ({"use_sliding_window": False, **_NO_WINDOWS}, {}),
     "qwen2_moe": (_ALL_EXPERTS, {}),
     "qwen3_moe": ({**_ALL_EXPERTS, "norm_topk_prob": True}, {}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ({}, {"mtp_num_hidden_layers": 1})),
     "smollm3": ({"no_rope_layer_interval": 4}, {}),
     "starcoder2": ({"sliding_window": None}, {}),
 }  # fmt: skip
@@ -54,7 +63,8 @@ FAMILIES_OF_FILES: Final = (
     "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4", "glm4_moe", "phi3", "cohere", "cohere2",
     "granite", "granitemoe", "granitemoeshared", "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "seed_oss", "exaone4",
     "exaone_moe", "ministral3", "minimax_m2", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2",
-    "lfm2_moe", "arcee", "starcoder2", "dots1",
+    "lfm2_moe", "arcee", "starcoder2", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "kimi_linear",
 )  # fmt: skip
 """The families of transformers of which files are made."""
 PACKED_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe")
@@ -76,7 +86,22 @@ def make_tiny_gguf(
     own, published = _FACTS.get(family, ({}, {}))
     changes = {**own, **(changes or {})}
     source = make_tiny_checkpoint(family, folder / "source", num_blocks=num_blocks, config_changes=changes)
+    if family == "kimi_linear":
+        _rename_dense_block(source)
     return source, convert_tiny(source, folder / f"tiny-{family}.{kind}.gguf", kind, published, _SETTINGS.get(family))
+
+
+def _rename_dense_block(source: Path) -> None:
+    """Gives the dense block of a Kimi Linear the names of published checkpoints: transformers saves it by others."""
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file(
+            {name.replace("layers.0.block_sparse_moe.", "layers.0.mlp."): tensor for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("layers.0.block_sparse_moe.", "layers.0.mlp."))
 
 
 def make_long_rope_gguf(folder: Path) -> tuple[Path, Path]:

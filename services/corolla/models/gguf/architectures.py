@@ -24,6 +24,15 @@ class Transform(StrEnum):
     """A matrix for keys and values of latents is two in the file; that for keys is transposed in each head."""
     COLUMNS = "columns"
     """Experts are transposed, and columns of several stored ones alternate."""
+    HEADS = "heads"
+    """Queries, keys, values and gates stand together for each head of keys, and one after the other in the file."""
+    TILED = "tiled"
+    """Heads of values stand together by their heads of keys, and by their numbers at each of these in the file."""
+    TILED_VALUES = "tiled values"
+    """The same of the rows that follow those of queries and keys."""
+    TILED_COLUMNS = "tiled columns"
+    """The same of columns."""
+    TILED_LOGARITHM = "tiled logarithm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +172,29 @@ _DEEPSEEK_V2: Final = Architecture(
     transforms={"self_attn.kv_b_proj": Transform.LATENTS}, gating=_SOFTMAX,
 )  # fmt: skip
 _DEEPSEEK_V3: Final = replace(_DEEPSEEK_V2, model_type="deepseek_v3", gating=_SIGMOID)
+_KIMI_LINEAR: Final = Architecture(
+    "kimi_linear",
+    {
+        **_ROUTED, **_LATENTS, "expert_count": "num_experts", "expert_used_count": "num_experts_per_token",
+        "expert_shared_count": "num_shared_experts", "expert_group_count": "num_expert_group",
+        "expert_weights_norm": "moe_renormalize", "kda.head_dim": "linear_head_dim",
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+    },
+    unless_said={
+        "num_expert_group": 1, "topk_group": 1, "moe_renormalize": True, "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0, "num_shared_experts": 0, "q_lora_rank": None,
+    },
+    names={
+        **{f"ssm_conv1d_{name}": "self_attn.conv1d" for name in "qkv"}, "ssm_norm": "self_attn.o_norm",
+        "ssm_f_a": "self_attn.forget_gate.f_a_proj", "ssm_f_b": "self_attn.forget_gate.f_b_proj",
+        "ssm_a": "self_attn.forget_gate.A_log", "ssm_dt.bias": "self_attn.forget_gate.dt_bias",
+        "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj", "ssm_beta": "self_attn.b_proj",
+    },
+    transforms={
+        "self_attn.kv_b_proj": Transform.LATENTS, "self_attn.forget_gate.A_log": Transform.LOGARITHM,
+    },
+    gating=_SIGMOID, kinds=("linear_attention", "full_attention"),
+)  # fmt: skip
 _GRANITE_MOE_NAMES: Final = {
     "ffn_gate_inp": "block_sparse_moe.router", "ffn_gate_exps": "block_sparse_moe.experts.gate_up_proj",
     "ffn_up_exps": "block_sparse_moe.experts.gate_up_proj", "ffn_down_exps": "block_sparse_moe.experts.down_proj",
@@ -191,15 +223,32 @@ _QWEN3_NEXT: Final = Architecture(
         "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "",
     },
     {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1},
+    biases=_ATTENTION_BIAS,
     names={
         **_SHARED_EXPERT, "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias",
         "ssm_a": "linear_attn.A_log", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
         "ssm_ba": "linear_attn.in_proj_ba", "attn_qkv": "linear_attn.in_proj_qkvz",
         "attn_gate": "linear_attn.in_proj_qkvz",
     },
-    transforms={**_GEMMA_NORMS, "linear_attn.A_log": Transform.LOGARITHM},
+    transforms={
+        **_GEMMA_NORMS, "linear_attn.A_log": Transform.LOGARITHM, "linear_attn.in_proj_qkvz": Transform.HEADS,
+    },
     rotates_part=True,
     kinds=("linear_attention", "full_attention"),
+)  # fmt: skip
+_QWEN3_5_MOE: Final = replace(
+    _QWEN3_NEXT, model_type="qwen3_5_moe_text", implied={},
+    names={
+        **_QWEN3_NEXT.names, "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+        "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    },
+    transforms={
+        **_GEMMA_NORMS, "linear_attn.A_log": Transform.TILED_LOGARITHM, "linear_attn.in_proj_qkv":
+        Transform.TILED_VALUES, "linear_attn.conv1d": Transform.TILED_VALUES, "linear_attn.out_proj":
+        Transform.TILED_COLUMNS,
+        **dict.fromkeys((f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_z", "dt_bias")),
+                        Transform.TILED),
+    },
 )  # fmt: skip
 _OLMO2: Final = Architecture("olmo2", names={"post_ffw_norm": "post_feedforward_layernorm"}, biases=_ATTENTION_BIAS)
 
@@ -218,6 +267,11 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         biases=_ATTENTION_BIAS,
     ),
     "qwen3next": _QWEN3_NEXT,
+    "qwen35": replace(
+        _QWEN3_5_MOE, model_type="qwen3_5_text",
+        settings={key: name for key, name in _QWEN3_NEXT.settings.items() if not key.startswith("expert_")},
+    ),
+    "qwen35moe": _QWEN3_5_MOE,
     "gemma": Architecture("gemma", transforms=_GEMMA_NORMS, biases=_ATTENTION_BIAS),
     "gemma2": Architecture(
         "gemma2",
@@ -353,6 +407,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         },
         gating=_SIGMOID,
     ),
+    "kimi-linear": _KIMI_LINEAR,
     "arcee": Architecture("arcee", transforms=_INTERLEAVED, biases=_BIASES),
     "starcoder2": Architecture(
         "starcoder2", {_LAYER_EPSILON: "norm_epsilon"}, unless_said={"sliding_window": None},

@@ -163,6 +163,8 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
         _add_latents(found, settings)
     else:
         _check_heads(found, settings, row, architecture)
+    if "ssm.inner_size" in row.settings:
+        _add_states(found, settings)
     _add_score_scale(found, row)
     _add_windows(found, settings, row, architecture)
     _check_gating(settings, row, architecture)
@@ -291,8 +293,18 @@ def _add_latents(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
         raise _senseless(f"gives keys {keys} numbers, {rotated} of them rotated, and values {values}")
     found |= {"qk_rope_head_dim": rotated, "qk_nope_head_dim": keys - rotated, "v_head_dim": values}
     found["num_key_value_heads"] = found["num_attention_heads"]
+    if "linear_head_dim" in found:
+        found["linear_num_heads"] = found["num_attention_heads"]
     if found["model_type"] == "deepseek_v2":
         found["topk_method"] = "greedy" if found["n_group"] == 1 else "group_limited_greedy"
+
+
+def _add_states(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """Says how long the values of a recurrent state are."""
+    inner, heads, groups = (settings.get(f"ssm.{name}", 0) for name in ("inner_size", "time_step_rank", "group_count"))
+    if not all(type(each) is int and each > 0 for each in (inner, heads, groups)) or inner % heads or heads % groups:
+        raise _senseless(f"has {heads} heads of values for {groups} heads of keys, of {inner} numbers together")
+    found["linear_value_head_dim"] = inner // heads
 
 
 def _check_heads(found: dict[str, Any], settings: Mapping[str, Any], row: Architecture, architecture: str) -> None:

@@ -19,12 +19,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of several tensors after one another.
 
     Args:
-        parts: matrices `[..., rows, columns]` or vectors `[rows]`, of one dtype, on the CPU.
+        parts: matrices `[..., rows, columns]`, kernels `[1, rows, 1, columns]` or vectors `[rows]`, of one dtype, on
+            the CPU.
 
     Returns:
         `[..., all rows, columns]` or `[all rows]`, of the same dtype, on the CPU.
     """
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-2 if parts[0].dim() > 1 else 0)
+    parts = [part.flatten(0, -2) if part.dim() > 3 else part for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if parts[0].dim() > 1 else 0)
 
 
 def _halves(rows: Tensor, num_heads: int) -> Tensor:
@@ -69,6 +71,34 @@ def _columns(parts: Sequence[Tensor], config: Any) -> Tensor:
     return torch.stack(turned, dim=-1).flatten(-2).contiguous()
 
 
+def _heads(parts: Sequence[Tensor], config: Any) -> Tensor:
+    mixed, gates = parts
+    num_heads, width = config.linear_num_key_heads, config.linear_key_head_dim
+    queries, keys, values = mixed.tensor_split((num_heads * width, 2 * num_heads * width))
+    each = [part.reshape(num_heads, -1, *part.shape[1:]) for part in (queries, keys, values, gates)]
+    return torch.cat(each, dim=1).flatten(0, 1)
+
+
+def _tiled(parts: Sequence[Tensor], config: Any) -> Tensor:
+    rows, num_heads = joined(parts), config.linear_num_key_heads
+    in_each = config.linear_num_value_heads // num_heads
+    return rows.reshape(in_each, num_heads, -1, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def _tiled_values(parts: Sequence[Tensor], config: Any) -> Tensor:
+    rows = joined(parts)
+    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return torch.cat([rows[:before], _tiled([rows[before:]], config)])
+
+
+def _tiled_columns(parts: Sequence[Tensor], config: Any) -> Tensor:
+    return _tiled([joined(parts).T], config).T.contiguous()
+
+
+def _tiled_logarithm(parts: Sequence[Tensor], config: Any) -> Tensor:
+    return _logarithm([_tiled(parts, config)], config)
+
+
 TRANSFORMS: Final[Mapping[Transform, Callable[[Sequence[Tensor], Any], Tensor]]] = {
     Transform.QUERIES: _queries,
     Transform.KEYS: _keys,
@@ -76,8 +106,15 @@ TRANSFORMS: Final[Mapping[Transform, Callable[[Sequence[Tensor], Any], Tensor]]]
     Transform.LOGARITHM: _logarithm,
     Transform.LATENTS: _latents,
     Transform.COLUMNS: _columns,
+    Transform.HEADS: _heads,
+    Transform.TILED: _tiled,
+    Transform.TILED_VALUES: _tiled_values,
+    Transform.TILED_COLUMNS: _tiled_columns,
+    Transform.TILED_LOGARITHM: _tiled_logarithm,
 }
-ORDERS: Final = frozenset({None, Transform.QUERIES, Transform.KEYS})
+ORDERS: Final = frozenset(
+    {None, Transform.QUERIES, Transform.KEYS, Transform.HEADS, Transform.TILED, Transform.TILED_VALUES}
+)
 """The transforms that only change the order of rows, so that the rows may stay packed; None stands for `joined`."""
 
 

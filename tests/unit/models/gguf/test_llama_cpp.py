@@ -163,9 +163,22 @@ LIMITS: Mapping[str, Mapping[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "olmoe": {"num_key_value_heads": 4},
     "phi3": {"sliding_window": None},
+    # Keys of recurrent states are as long as values.
+    **{family: {"linear_key_head_dim": 16} for family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")},
+}
+# It reads the blocks that predict further tokens, which tiny checkpoints lack, where a file promises some.
+NO_NEXT: Mapping[str, Any] = {
+    "block_count": 4, "nextn_predict_layers": None, "attention.recurrent_layers": [True, False, True, True]
+}  # fmt: skip
+# Parts of heads for images, which are as long as those of published models in any file.
+SHORT_PARTS: Mapping[str, Any] = {**NO_NEXT, "rope.dimension_sections": [1, 1, 0, 0]}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_next": NO_NEXT,
+    "qwen3_5_text": SHORT_PARTS,
+    "qwen3_5_moe_text": SHORT_PARTS,
 }
 CASES: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-    *((family, LIMITS.get(family, {}), {}) for family in FAMILIES_OF_FILES if family != "mistral"),
+    *((name, LIMITS.get(name, {}), SETTINGS.get(name, {})) for name in FAMILIES_OF_FILES if name != "mistral"),
     ("llama", {"rope_parameters": LLAMA3}, {}),
     ("llama", {"attention_bias": True, "mlp_bias": True}, {}), ("llama", {}, {"rope.scale_linear": 4.0}),
     ("llama", {}, {"rope.scaling.factor": 4.0}),

@@ -51,9 +51,9 @@ _NOTES = frozenset(
     }
 )  # fmt: skip
 _ROPE = {"beta_fast": 32.0, "beta_slow": 1.0, "partial_rotary_factor": 1.0}
-# One of each kind: rows of halves, joined experts, norms with one more, latents, transposed experts, further blocks
-# and a part of a head that is rotated, and blocks of two kinds.
-_KINDS = ("llama", "qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "glm4_moe", "lfm2")
+# One of each kind: rows of halves, joined experts, norms with one more, latents, transposed experts, a part of a head
+# that is rotated, blocks of two kinds, and the orders and logarithms of recurrent states.
+_KINDS = ("llama", "qwen3_moe", "gemma2", "deepseek_v3", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5_text")
 # The family in whose structure another family's files are read.
 _READ_AS = {"glm4_moe_lite": "deepseek_v3"}
 
@@ -101,6 +101,17 @@ def assert_equal_to_model(path: Path, source: Path, cleared: tuple[str, ...] = (
         expected = model(torch.tensor([token_ids])).logits[0]
     checkpoint = Checkpoint.from_pretrained(str(path))
     assert torch.equal(logits(checkpoint, token_ids, [Span(0, 1), Span(1, checkpoint.num_blocks)]), expected)
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    source, path = make_tiny_gguf("glm4_moe", tmp_path)
+    numbers = np.ones((64, 128), dtype=np.float32)
+    more = {f"blk.4.{name}.weight": numbers for name in ("attn_q", "nextn.eh_proj", "nextn.shared_head_head")}
+    assert_equal_to_model(rewrite_gguf(path, tmp_path / "next.gguf", tensors=more), source)
+    other = rewrite_gguf(path, tmp_path / "odd.gguf", tensors={"blk.5.attn_q.weight": numbers})
+    checkpoint = Checkpoint.from_pretrained(str(other))
+    with pytest.raises(CheckpointError, match=r"holds the tensor 'blk\.5\.attn_q\.weight', which its glm4_moe model"):
+        load_edges(checkpoint, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
