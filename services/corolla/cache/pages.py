@@ -98,11 +98,12 @@ class PagePool:
         self.version += 1
         self._evict()
 
-    def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
-        """Takes page ids within a promise, in as few runs as possible. Those that follow page `after` come first."""
-        return self._allocate(num_pages, after, grows=False)
+    def allocate(self, num_pages: int, after: int | None = None, *, grows: bool = True) -> list[int]:
+        """Takes page ids within a promise, in as few runs as possible. Those that follow page `after` come first.
 
-    def _allocate(self, num_pages: int, after: int | None, *, grows: bool) -> list[int]:
+        Args:
+            grows: whether the text may go on behind these pages; then there is room for it where that is possible.
+        """
         pages = self._free.allocate(num_pages, after, grows=grows)
         for page in pages:
             self._num_holders[page] = 1
@@ -111,15 +112,13 @@ class PagePool:
         return pages
 
     def take(self, num_pages: int, after: int | None = None) -> list[int]:
-        """Promises pages for contents that come from elsewhere, and takes them. `give` ends both.
-
-        They follow page `after` where that is possible, and have room behind them for more of the same text.
+        """Promises pages for contents that come from elsewhere, and allocates them. `give` ends both.
 
         Raises:
             OutOfPages: fewer pages are available; nothing has changed.
         """
         self.promise(num_pages)
-        return self._allocate(num_pages, after, grows=True)
+        return self.allocate(num_pages, after)
 
     def give(self, pages: Sequence[int]) -> None:
         """Gives taken pages back, in the order of their text. Those that were added to the prefix cache stay there."""

@@ -27,8 +27,8 @@ class FreeRuns:
         Args:
             num_ids: how many ids to remove; the set must have as many.
             after: the ids that follow this id are taken first, because they continue the run of its holder.
-            grows: whether the holder will take more ids later, a few at a time. Then a new run of its own begins in the
-                middle of the largest one, so that holders who grow together do not take turns.
+            grows: whether the holder may take more ids later. Then a new run begins in the middle of the largest one,
+                so that the ids behind it stay free as long as there are others.
         """
         if num_ids > self._num_ids:
             raise ValueError(f"cannot take {num_ids} of {self._num_ids} free ids")

@@ -147,7 +147,7 @@ class PageTable:
             return []
         old = [self._pages[index - self._first] for index in shared]
         before = self.page(shared[0] - 1)
-        new = self._pool.allocate(len(shared), before)
+        new = self._pool.allocate(len(shared), before, grows=False)
         for index, page in zip(shared, new, strict=True):
             self._pages[index - self._first] = page
         self._pool.release(old)

@@ -348,6 +348,20 @@ def test_a_session_that_had_all_pages_leaves_its_text() -> None:
     assert (pool.num_used, pool.num_cached, pool.num_free) == (0, 3, 2)
 
 
+def test_chats_that_take_turns_stay_in_one_run_each() -> None:
+    pool = PagePool(256, PAGE_TOKENS)
+    for num_pages in range(3, 27, 3):
+        for name in "abcd":
+            text = [(name, index) for index in range(num_pages * PAGE_TOKENS)]
+            session = SessionPages(pool, [GroupRule()])
+            session.allocate(len(text) + PAGE_TOKENS, ExpectedText(b"t", hashes_of(text), len(text)))
+            assert session.num_tokens == len(text) - 3 * PAGE_TOKENS
+            session.make_writable(session.num_tokens, 3 * PAGE_TOKENS)
+            session.commit(len(text))
+            assert len(session.extents(len(text))) == 1
+            session.clear()
+
+
 def test_two_sessions_that_compute_one_text_leave_it_once() -> None:
     """The pages of the one that ends first would be evicted, and then nothing would find those of the other."""
     pool = PagePool(16, PAGE_TOKENS)
@@ -391,8 +405,8 @@ class ComparedPage(int):
 
 
 class ComparedPages(PagePool):
-    def allocate(self, num_pages: int, after: int | None = None) -> list[int]:
-        return [ComparedPage(page) for page in super().allocate(num_pages, after)]
+    def allocate(self, num_pages: int, after: int | None = None, *, grows: bool = True) -> list[int]:
+        return [ComparedPage(page) for page in super().allocate(num_pages, after, grows=grows)]
 
 
 def test_the_adoption_of_a_long_session_looks_at_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,15 +47,17 @@ def test_memory_is_counted_in_pages(store: KVStore) -> None:
 
 
 def test_a_session_reads_its_own_writes_over_several_runs_of_pages(store: KVStore) -> None:
-    one, two = store.new_cache(), store.new_cache()
-    ones, twos = [], []
-    for position in range(0, 20, 5):
-        ones.append(written(one, position, 5))
-        twos.append(written(two, position, 5))
-    assert len(one.extents(20)) > 1
-    assert sum(count for _, count in one.extents(20)) == 20
-    assert_holds(one, torch.cat(ones, dim=1))
-    assert_holds(two, torch.cat(twos, dim=1))
+    caches = [store.new_cache() for _ in range(3)]
+    for cache in caches:
+        cache.allocate(16)
+    keys: list[list[Tensor]] = [[], [], []]
+    for position in range(0, 15, 5):
+        for cache, parts in zip(caches, keys, strict=True):
+            parts.append(written(cache, position, 5))
+    assert len(caches[2].extents(15)) > 1, "the others have left no run that is large enough"
+    assert sum(count for _, count in caches[2].extents(15)) == 15
+    for cache, parts in zip(caches, keys, strict=True):
+        assert_holds(cache, torch.cat(parts, dim=1))
 
 
 def test_a_reservation_is_one_run(store: KVStore) -> None:
