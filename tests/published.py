@@ -78,6 +78,7 @@ class Published:
         made: a key of FORMATS, or `mxfp4`; None: the weights are plain.
         plain: parts of the names of modules that the publisher left plain.
         vocabulary: writes the file that the publisher gives in place of a `tokenizer.json`.
+        is_mistral_format: whether the files are those of Mistral's own format.
         change: changes the folder after it was saved, where the published files differ from what transformers saves.
     """
 
@@ -91,6 +92,7 @@ class Published:
     plain: tuple[str, ...] = ()
     vocabulary: Callable[[Path], Path] | None = None
     change: Callable[[Path], None] | None = None
+    is_mistral_format: bool = False
 
 
 def _kimi(folder: Path) -> None:
@@ -129,6 +131,53 @@ def _further_block(folder: Path) -> None:
         return {name: tensor, f"{further}{rest}": tensor, **own}
 
     _change(folder, add)
+
+
+# Public code that reads Mistral's files: mistral-inference (transformer_layers.py), vLLM (configs/mistral.py there).
+_MISTRAL_NAMES: Final = {
+    "embed_tokens": "tok_embeddings", "input_layernorm": "attention_norm", "lm_head": "output", "norm": "norm",
+    "down_proj": "feed_forward.w2", "gate_proj": "feed_forward.w1", "k_proj": "attention.wk", "o_proj": "attention.wo",
+    "post_attention_layernorm": "ffn_norm", "q_proj": "attention.wq", "up_proj": "feed_forward.w3",
+    "v_proj": "attention.wv",
+}  # fmt: skip
+
+
+def _write_consolidated(source: Path, folder: Path) -> None:
+    """Writes a checkpoint of transformers in Mistral's own format, with a part that sees."""
+    config = json.loads((source / "config.json").read_text())
+    rope = config["rope_parameters"]
+    params: dict[str, Any] = {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "head_dim": config["head_dim"],
+        "hidden_dim": config["intermediate_size"], "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"], "norm_eps": config["rms_norm_eps"],
+        "vocab_size": config["vocab_size"], "rope_theta": rope["rope_theta"], "tied_embeddings": False,
+        "max_position_embeddings": config["max_position_embeddings"], "vision_encoder": {"hidden_size": 32},
+        "sliding_window": config.get("sliding_window"),
+    }  # fmt: skip
+    if rope["rope_type"] == "yarn":
+        length = {"original_max_position_embeddings": rope["original_max_position_embeddings"]}
+        params["yarn"] = {
+            "factor": rope["factor"], "alpha": rope["beta_slow"], "beta": rope["beta_fast"], "apply_scale": False,
+            **length,
+        }  # fmt: skip
+        params["llama_4_scaling"] = {"beta": rope["llama_4_scaling_beta"], **length}
+    tensors = {"vision_encoder.ln_pre.weight": torch.ones(32), "patch_merger.merging_layer.weight": torch.ones(2, 2)}
+    for shard in source.glob("*.safetensors"):
+        for name, tensor in load_file(shard).items():
+            *start, part, _ = name.removeprefix("model.").split(".")
+            layer = ".".join(start[:2]) + "." if start else ""
+            if part in ("q_proj", "k_proj"):
+                halves = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])
+                tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+            tensors[f"{layer}{_MISTRAL_NAMES[part]}.weight"] = tensor
+    folder.mkdir()
+    (folder / "params.json").write_text(json.dumps(params))
+    names, weight_map = sorted(tensors), dict[str, str]()
+    for number, held in enumerate((names[::2], names[1::2]), 1):
+        shard_name = f"consolidated-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in held}, folder / shard_name)
+        weight_map |= dict.fromkeys(held, shard_name)
+    (folder / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def _change(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
@@ -252,6 +301,13 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published("gpt-oss-20b", "gpt_oss", weights="MXFP4", made="mxfp4"),
     Published("gpt-oss-120b", "gpt_oss", weights="MXFP4", made="mxfp4"),
     Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL, vocabulary=tekken_folder),
+    Published(
+        "Magistral-Small, in Mistral's own files", "mistral", text={"head_dim": 32}, vocabulary=tekken_folder,
+        is_mistral_format=True,
+    ),
+    Published(
+        "Ministral-3-14B-BF16, in Mistral's own files", "ministral3", vocabulary=tekken_folder, is_mistral_format=True,
+    ),
     Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
     Published("Devstral-2-123B", "ministral3", weights="FP8", made="fp8-one-scale"),
     Published("Mixtral-8x22B", "mixtral"),
@@ -273,23 +329,29 @@ class Row:
     """A published model made small, and what Corolla does with it.
 
     Args:
-        folder: an empty one; it gets the checkpoint, and where that is packed, an expanded one, too.
+        folder: an empty one; it gets the checkpoint, and one of the same numbers that transformers reads, if need be.
+
+    Attributes:
+        folder: the checkpoint in the structure of the published one.
     """
 
     def __init__(self, published: Published, folder: Path) -> None:
         self.published = published
-        self._folder = self._expanded = folder / "source"
+        self.folder = self._expanded = folder / "source"
         self._write()
         if published.made is not None:
             packed, self._expanded = folder / "packed", folder / "expanded"
             made = mxfp4() if published.made == "mxfp4" else FORMATS[published.made]()
-            pack_checkpoint(self._folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
-            self._folder = packed
+            pack_checkpoint(self.folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
+            self.folder = packed
+        if published.is_mistral_format:
+            self.folder = folder / "consolidated"
+            _write_consolidated(self._expanded, self.folder)
         if published.vocabulary is not None:
-            (self._folder / "tokenizer.json").unlink()
-            published.vocabulary(self._folder)
+            (self.folder / "tokenizer.json").unlink(missing_ok=True)
+            published.vocabulary(self.folder)
         if self._model_type in ALIASES:
-            edit_config(self._folder, model_type=self._model_type)
+            edit_config(self.folder, model_type=self._model_type)
 
     @property
     def _model_type(self) -> str:
@@ -310,8 +372,8 @@ class Row:
         tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         settings |= {"model_type": published.family, "pad_token_id": None, **tokens, **published.text}
         if self._model_type not in {*CONFIG_MAPPING, *ALIASES}:
-            self._folder.mkdir()
-            (self._folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
+            self.folder.mkdir()
+            (self.folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
             return
         if published.vision is None:
             # transformers has no class for a type that is another one's alias.
@@ -330,11 +392,11 @@ class Row:
         ends: Any = GenerationConfig
         model.generation_config = ends(**tokens)
         model.to(torch.bfloat16 if published.made is None else torch.float32).save_pretrained(
-            self._folder, max_shard_size=200_000
+            self.folder, max_shard_size=200_000
         )
-        tokenizer.save_pretrained(self._folder)
+        tokenizer.save_pretrained(self.folder)
         if published.change is not None:
-            published.change(self._folder)
+            published.change(self.folder)
 
     def unsplit(self) -> list[int]:
         """What transformers answers to the prompt."""
@@ -351,14 +413,14 @@ class Row:
     def refusal(self) -> str | None:
         """Why Corolla refuses the checkpoint; None: it does not."""
         try:
-            Checkpoint.from_pretrained(str(self._folder))
+            Checkpoint.from_pretrained(str(self.folder))
         except CorollaError as error:
             return error.message
         return None
 
     @functools.cached_property
     def _chain(self) -> tuple[Any, list[SpanRunner]]:
-        checkpoint = Checkpoint.from_pretrained(str(self._folder))
+        checkpoint = Checkpoint.from_pretrained(str(self.folder))
         spans = [Span(block, block + 1) for block in range(checkpoint.num_blocks)]
         runners = [SpanRunner(load_span(checkpoint, span, dtype=torch.float32), page_tokens=8) for span in spans]
         return load_edges(checkpoint, dtype=torch.float32), runners
@@ -384,7 +446,7 @@ class Row:
         cells = [published.name, f"`{self._model_type}`", published.weights]
         if refusal is None:
             is_whole = all(runner.model.fused is not None for runner in self._chain[1])
-            load_tokenizer(self._folder)
+            load_tokenizer(self.folder)
             cells += ["yes" if is_whole else "no", "1 block", "images" if published.vision is not None else ""]
         else:
             cells += ["", "", re.sub(r"^[^:]*: |; .*$", "", refusal)]

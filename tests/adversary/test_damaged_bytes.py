@@ -142,18 +142,29 @@ NESTED = st.dictionaries(
 )
 
 
-@pytest.mark.parametrize("num_examples", [15, pytest.param(300, marks=pytest.mark.full)])
-def test_a_damaged_description_of_a_model_that_sees_is_read_or_refused(tmp_path: Path, num_examples: int) -> None:
+PARAMS = {
+    "dim": 64, "n_layers": 1, "head_dim": 16, "hidden_dim": 96, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,
+    "vocab_size": 320, "rope_theta": 1e6, "sliding_window": None, "llama_4_scaling": {},
+    "yarn": {"factor": 8.0, "alpha": 1, "beta": 32, "apply_scale": False, "original_max_position_embeddings": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_examples", [10, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["config.json", "params.json"])
+def test_a_damaged_description_of_a_model_is_read_or_refused(tmp_path: Path, name: str, num_examples: int) -> None:
     folder = make_tiny_checkpoint("qwen3", tmp_path / "qwen3", num_blocks=1)
     inner = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
     wrapper = {"model_type": "qwen3_vl", "text_config": {**inner, "model_type": "qwen3_vl_text"}, "vision_config": {}}
-    data = json.dumps(wrapper).encode()
+    data = json.dumps(wrapper if name == "config.json" else PARAMS).encode()
 
     @settings(max_examples=num_examples)
     @given(damaged(st.just(data)) | NESTED.map(lambda table: json.dumps(table).encode()))
     @example(json.dumps({"model_type": "a", "thinker_config": {"text_config": {"llm_config": {}}}}).encode())
+    @example(json.dumps({**PARAMS, "yarn": [], "n_layers": 2**40}).encode())
+    @example(json.dumps({**PARAMS, "sliding_window": [[]], "head_dim": -1}).encode())
     def read(data: bytes) -> None:
-        (folder / "config.json").write_bytes(data)
+        (folder / name).write_bytes(data)
         with contextlib.suppress(CorollaError):
             Checkpoint.from_pretrained(str(folder))
 

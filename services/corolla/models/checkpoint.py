@@ -33,6 +33,7 @@ from corolla.models.gguf.header import is_gguf, part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
 from corolla.models.gguf.weights import GgufWeights
 from corolla.models.hub import Hub, HubSnapshot
+from corolla.models.mistral_format import PARAMS_FILE, is_rotated, model_names, settings_of
 from corolla.models.quantized.description import (
     DESCRIPTION_FILES,
     QUANTIZATION_KEYS,
@@ -165,6 +166,7 @@ class Checkpoint:
         quantization: how the stored weights are quantised; None: they are not.
         unread: the parts of the model next to its language model, such as a vision tower, which are not read.
         has_transposed_experts: whether files may hold the matrices of experts transposed.
+        is_mistral_format: whether names and rows of tensors are those of Mistral's own format.
     """
 
     name: str
@@ -177,6 +179,7 @@ class Checkpoint:
     quantization: Quantization | None = None
     unread: tuple[str, ...] = ()
     has_transposed_experts: bool = False
+    is_mistral_format: bool = False
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
@@ -197,7 +200,7 @@ class Checkpoint:
         if isinstance(found, Path) and found.is_file():
             return cls._of_gguf(found)
         snapshot = HubSnapshot.pin(hub or Hub(), found, revision) if isinstance(found, str) else None
-        if snapshot is not None and "config.json" not in snapshot.manifest.files:
+        if snapshot is not None and not {_CONFIG_FILE, PARAMS_FILE} & set(snapshot.manifest.files):
             raise CheckpointError(no_weights(snapshot.repository, snapshot.manifest.files))
         folder = snapshot.folder if snapshot is not None else Path(found)
         config, quantization, text = _read_config(folder)
@@ -212,7 +215,7 @@ class Checkpoint:
         checkpoint = cls(
             name, folder, config, family, index, snapshot,
             quantization=quantization, unread=unread,
-            has_transposed_experts=text.has_transposed_experts,
+            has_transposed_experts=text.has_transposed_experts, is_mistral_format=_is_mistral_format(folder),
         )  # fmt: skip
         if unread:
             log.info("serving the language model alone", extra={"model": name, "unread": ", ".join(unread)})
@@ -237,7 +240,7 @@ class Checkpoint:
     @functools.cached_property
     def names(self) -> Mapping[str, str]:
         """Maps each tensor's name in the language model to the stored one, which may have a wrapper's prefix."""
-        return text_names(self.weight_index)
+        return (model_names if self.is_mistral_format else text_names)(self.weight_index)
 
     @property
     def num_blocks(self) -> int:
@@ -392,12 +395,14 @@ class Checkpoint:
         if self.gguf is not None:
             yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
             return
-        from corolla.models.chunked_reads import Transposed, open_tensors
+        from corolla.models.chunked_reads import HalvesOfPairs, Transposed, open_tensors
 
         with open_tensors(self.weight_index, names) as tensors:
             for name, stored in names.items():
                 if self._is_transposed(stored, tensors[name].get_shape()):
                     tensors[name] = Transposed(tensors[name])
+                elif self.is_mistral_format and is_rotated(stored):
+                    tensors[name] = HalvesOfPairs(tensors[name], int(self.config.head_dim))
             if self.quantization is not None:
                 from corolla.models.quantized.tensors import packed_weights
 
@@ -467,7 +472,7 @@ class Checkpoint:
         path = self.folder / name
         stored: Mapping[str, Any] = _read_json(path) if path.is_file() else {}
         if name == _CONFIG_FILE:
-            stored = TextModel.of(stored).settings
+            stored = TextModel.of(_read_settings(self.folder)[1]).settings
         if name == _GENERATION_FILE:
             stored = {key: value for key, value in stored.items() if key.endswith("_token_id") or key.startswith("_")}
         return {key: value for key, value in stored.items() if key not in _NOTES}
@@ -581,10 +586,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None, T
 
     The configuration lacks the fields of the quantisation, since models get expanded weights.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise _no_config(folder)
-    whole = _read_json(path)
+    path, whole = _read_settings(folder)
     for table in (whole, *(each for each in whole.values() if isinstance(each, Mapping))):
         _check_numbers(path, table)
     _check_files(folder, whole)
@@ -597,7 +599,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None, T
             f"{folder} needs code of its own, which is never run; choose a model that transformers knows."
         )
     try:
-        if text.is_wrapped or text.family != text.model_type:
+        if text.is_wrapped or path.name != _CONFIG_FILE or text.family != text.model_type:
             config = AutoConfig.for_model(text.family).from_dict(text.family_settings(), name_or_path=str(folder))
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -614,6 +616,22 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None, T
         if hasattr(config, name):
             delattr(config, name)
     return config, quantization, text
+
+
+def _read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The file with the model's settings, and what it says in the form of `config.json`."""
+    path = folder / _CONFIG_FILE
+    if path.is_file():
+        return path, _read_json(path)
+    if _is_mistral_format(folder):
+        path = folder / PARAMS_FILE
+        return path, settings_of(_read_json(path))
+    raise _no_config(folder)
+
+
+def _is_mistral_format(folder: Path) -> bool:
+    """The folder holds a model in Mistral's own format alone."""
+    return not (folder / _CONFIG_FILE).is_file() and (folder / PARAMS_FILE).is_file()
 
 
 def _check_numbers(path: Path, stored: Mapping[str, Any]) -> None:

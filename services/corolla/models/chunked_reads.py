@@ -204,6 +204,30 @@ class Transposed:
         return self._stored[...].transpose(-1, -2)[index]
 
 
+class HalvesOfPairs:
+    """A stored matrix whose rows are numbers of heads: those of a pair lie together, and are read half a head apart."""
+
+    def __init__(self, stored: StoredMatrix, head_size: int) -> None:
+        self._stored = stored
+        self._head_size = head_size
+
+    def get_shape(self) -> list[int]:
+        return self._stored.get_shape()
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the element type."""
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]`, only the heads of these rows."""
+        size = self._head_size
+        start, end, _ = (index if isinstance(index, slice) else slice(None)).indices(self.get_shape()[0])
+        first, last = start // size, -(-end // size)
+        heads = self._stored[first * size : last * size]
+        rows = heads.view(-1, size // 2, 2, heads.shape[-1]).transpose(1, 2).reshape(heads.shape)
+        return rows[start - first * size : end - first * size] if isinstance(index, slice) else rows[index]
+
+
 @contextlib.contextmanager
 def open_tensors(weight_index: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Opens some tensors for reading, under new names: `names` maps a new name to the stored one.

@@ -37,7 +37,15 @@ from huggingface_hub.utils.tqdm import tqdm
 from pydantic import TypeAdapter
 
 from corolla.chassis.errors import CheckpointError, HubUnavailable
-from corolla.models.weights import INDEX_FILE, SINGLE_FILE, no_weights, read_header, read_index, warn_of_index
+from corolla.models.weights import (
+    CONSOLIDATED_INDEX,
+    INDEX_FILE,
+    no_weights,
+    read_header,
+    read_index,
+    warn_of_index,
+    weight_files,
+)
 
 log = logging.getLogger(__name__)
 
@@ -392,14 +400,15 @@ class HubSnapshot:
         Raises:
             CheckpointError: the repository has no safetensors, or its index names a file that it lacks.
         """
-        has_single, has_index = (name in self.manifest.files for name in (SINGLE_FILE, INDEX_FILE))
+        single, index_name = weight_files(self.manifest.files)
+        has_single, has_index = (name in self.manifest.files for name in (single, index_name))
         warn_of_index(self.repository, has_single=has_single, has_index=has_index)
         if has_single:
-            self.fetch({SINGLE_FILE})
-            return dict.fromkeys(read_header(self.folder / SINGLE_FILE), self.folder / SINGLE_FILE)
+            self.fetch({single})
+            return dict.fromkeys(read_header(self.folder / single), self.folder / single)
         if not has_index:
             raise CheckpointError(no_weights(self.repository, self.manifest.files))
-        index = read_index(self.folder)
+        index = read_index(self.folder, index_name)
         absent = sorted({shard.name for shard in index.values()} - set(self.manifest.files))
         if absent:
             raise self._missing(absent[0])
@@ -505,7 +514,7 @@ class HubSnapshot:
                 "offline mode is on; fetch it where there is a network."
             )
         return CheckpointError(
-            f"{name} is missing in {self.repository!r} although {INDEX_FILE} names it; choose another revision."
+            f"{name} is missing in {self.repository!r} although an index names it; choose another revision."
         )
 
 
@@ -522,7 +531,7 @@ def _is_small(name: str) -> bool:
     """Configuration, tokenizer and chat template are needed in addition to the weights."""
     path = PurePosixPath(name)
     if path.name.endswith(".index.json"):
-        return name == INDEX_FILE
+        return name in (INDEX_FILE, CONSOLIDATED_INDEX)
     # A tokenizer may have several chat templates, in a folder.
     return path.suffix in _SMALL_FILES and path.parent.as_posix() in (".", "additional_chat_templates")
 

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,9 @@ from corolla.chassis.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Mistral's own names of the two.
+CONSOLIDATED_FILE = "consolidated.safetensors"
+CONSOLIDATED_INDEX = "consolidated.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 
@@ -54,12 +57,13 @@ def find_weights(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: the folder has no safetensors, or a shard or tensor of the index is missing or damaged.
     """
-    single = folder / SINGLE_FILE
-    has_index = (folder / INDEX_FILE).is_file()
+    single_name, index_name = weight_files([path.name for path in folder.iterdir()])
+    single = folder / single_name
+    has_index = (folder / index_name).is_file()
     warn_of_index(str(folder), has_single=single.is_file(), has_index=has_index)
     if has_index and not single.is_file():
-        named = read_index(folder)
-        return {**_check_shards(named), **named}
+        named = read_index(folder, index_name)
+        return {**_check_shards(named, index_name), **named}
     shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not shards:
         raise CheckpointError(no_weights(str(folder), [path.name for path in folder.iterdir()]))
@@ -68,6 +72,12 @@ def find_weights(folder: Path) -> dict[str, Path]:
             f"{folder} holds {len(shards)} safetensors files but no {INDEX_FILE}; fetch the missing index file."
         )
     return dict.fromkeys(read_header(shards[0]), shards[0])
+
+
+def weight_files(names: Collection[str]) -> tuple[str, str]:
+    """The names of a single file of weights and of an index, one of which may be among the names of a model's files."""
+    pairs = (SINGLE_FILE, INDEX_FILE), (CONSOLIDATED_FILE, CONSOLIDATED_INDEX)
+    return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
 
 
 def warn_of_index(place: str, *, has_single: bool, has_index: bool) -> None:
@@ -126,13 +136,13 @@ def sample_bytes(weight_index: Mapping[str, Path], num_bytes: int) -> Iterator[b
                 yield os.pread(files[shard].fileno(), min(num_bytes, tensor.num_bytes), tensor.offset + offset)
 
 
-def read_index(folder: Path) -> dict[str, Path]:
+def read_index(folder: Path, name: str = INDEX_FILE) -> dict[str, Path]:
     """Maps each tensor's name to the shard of `folder` that the index names, whether the shard exists or not.
 
     Raises:
         CheckpointError: the index is damaged, or names a file that lies elsewhere.
     """
-    index_path = folder / INDEX_FILE
+    index_path = folder / name
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         named = {str(name): folder / str(file) for name, file in weight_map.items()}
@@ -160,7 +170,7 @@ def no_weights(place: str, files: Iterable[str]) -> str:
     return f"{place} holds no safetensors weights; point to a complete checkpoint folder."
 
 
-def _check_shards(named: Mapping[str, Path]) -> dict[str, Path]:
+def _check_shards(named: Mapping[str, Path], index_name: str) -> dict[str, Path]:
     """Checks that shards hold the tensors that an index names. Returns all tensors of the shards.
 
     transformers also reads a tensor that only a shard names.
@@ -168,12 +178,12 @@ def _check_shards(named: Mapping[str, Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for shard in sorted(set(named.values())):
         if not shard.is_file():
-            raise CheckpointError(f"{shard} is missing although {INDEX_FILE} names it; fetch the checkpoint again.")
+            raise CheckpointError(f"{shard} is missing although {index_name} names it; fetch the checkpoint again.")
         held = read_header(shard)
         absent = next((name for name, path in named.items() if path == shard and name not in held), None)
         if absent is not None:
             raise CheckpointError(
-                f"{shard} lacks the tensor {absent} that {INDEX_FILE} names; fetch the checkpoint again."
+                f"{shard} lacks the tensor {absent} that {index_name} names; fetch the checkpoint again."
             )
         found |= dict.fromkeys(held, shard)
     return found

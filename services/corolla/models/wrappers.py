@@ -40,7 +40,8 @@ _INNER_PREFIX: Final = re.compile(r"(?:thinker|language_model|text_model|languag
 # No text reaches these parts: they see, hear, or lead from there to the language model.
 _OTHER_PART: Final = re.compile(
     r"(?:.*\.)?(visual|vision_tower|vision_model|vision_embed_tokens|vision_embedder|multi_modal_projector"
-    r"|mm_projector|patch_merge_mlp|audio_tower|audio_model|embed_vision|embed_audio|connector)\..*"
+    r"|mm_projector|patch_merge_mlp|audio_tower|audio_model|embed_vision|embed_audio|connector"
+    r"|vision_encoder|vision_language_adapter|patch_merger|pre_mm_projector_norm)\..*"
 )
 
 

@@ -29,6 +29,7 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.hub_server import COMMIT, REPOSITORY, HubServer
+from tests.published import PUBLISHED, Row
 from tests.tiers import quick
 
 SERVICES = Path(__file__).parents[3] / "services"
@@ -548,3 +549,21 @@ def test_offline_no_socket_is_opened(server: HubServer, tmp_path: Path) -> None:
     assert process.returncode != 0
     assert "is missing in" in lacking
     assert "a socket was opened" not in lacking
+
+
+@pytest.mark.full
+def test_a_repository_in_mistrals_own_format_is_read(tmp_path: Path) -> None:
+    name = "Magistral-Small, in Mistral's own files"
+    row = Row(next(each for each in PUBLISHED if each.name == name), tmp_path)
+    with HubServer(row.folder) as server:
+        hub = Hub(patience_s=0.0, cache=tmp_path / "cache", endpoint=server.url)
+        checkpoint = opened(hub)
+        assert server.sent_shards() == []
+        load_span(checkpoint, Span(0, 1), dtype=torch.float32)
+        assert server.sent_shards() == [
+            "consolidated-00001-of-00002.safetensors",
+            "consolidated-00002-of-00002.safetensors",
+        ]
+        local = Checkpoint.from_pretrained(str(row.folder))
+        assert opened(hub).names == dict(checkpoint.names)
+        assert checkpoint.config.to_dict() | {"_name_or_path": ""} == local.config.to_dict() | {"_name_or_path": ""}
