@@ -257,6 +257,24 @@ def gptq(
     return Made(config, pack)
 
 
+def auto_round(layout: str, others: Mapping[str, Any] | None = None) -> Made:
+    """Packs as AutoRound's `save_quantized_as_autoround` does, in the layout of another library.
+
+    Its `dynamic_import_quant_linear_for_packing` chooses that library: AutoGPTQ's zero points are stored less one.
+
+    Args:
+        layout: what follows `auto_round:` in `packing_format`.
+        others: `extra_config`, with the settings of some modules.
+    """
+    made = awq() if "awq" in layout else gptq(layout="gptq" if layout == "auto_gptq" else "gptq_v2", has_g_idx=False)
+    config = {
+        "quant_method": "auto-round", "packing_format": f"auto_round:{layout}", "bits": 4, "group_size": 32,
+        "sym": False, "data_type": "int", "iters": 200, "autoround_version": "0.16.1",
+        "block_name_to_quantize": "model.layers", **({"extra_config": others} if others else {}),
+    }  # fmt: skip
+    return Made(config, made.pack)
+
+
 def _words_of_bits(numbers: Tensor, bits: int) -> Tensor:
     """int `[rows, columns]` to int32 `[rows, words]`: one long number for each row, cut into words."""
     num_words = math.ceil(numbers.shape[1] * bits / 32)
@@ -389,6 +407,9 @@ FORMATS: Mapping[str, Callable[[], Made]] = {
     "gptq-2-bits": lambda: gptq(2, 16),
     "gptq-3-bits": lambda: gptq(3, is_ordered=True),
     "gptq-8-bits": lambda: gptq(8, -1),
+    "auto-round-gptq": lambda: auto_round("auto_gptq", {"lm_head": {"bits": 16, "data_type": "float"}}),
+    "auto-round-gptq-v2": lambda: auto_round("gptqmodel"),
+    "auto-round-awq": lambda: auto_round("auto_awq"),
     "fp8-blocks": fp8,
     "fp8-blocks-bf16-scales": lambda: fp8(scale_type=torch.bfloat16),
     "fp8-one-scale": lambda: fp8(None),

@@ -19,10 +19,18 @@ DESCRIPTION_FILES: Final = ("hf_quant_config.json", "quantize_config.json", "qua
 
 _MAX_SCHEMES: Final = 256
 _LARGEST: Final = 1 << 20
+_PLAIN_BITS: Final = 16
 _GPTQ_BITS: Final = frozenset({2, 3, 4, 8})
 _AWQ_LAYOUTS: Final = ("gemm",)
 # Maps the layout to the number that was subtracted from stored zero points: 1 by AutoGPTQ, 0 in v2 of its format.
 _GPTQ_LAYOUTS: Final = {"gptq": 1, "gptq_v2": 0}
+# AutoRound packs as AutoAWQ, as AutoGPTQ, or as version 2 of the latter's format, whatever kernel it names last.
+_AUTO_ROUND_LAYOUTS: Final = {
+    "auto_round": "gptq_v2", "auto_round:exllamav2": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:tritonv2": "gptq_v2", "auto_round:auto_gptq": "gptq", "auto_round:auto_gptq:exllamav2": "gptq",
+    "auto_round:gptq": "gptq", "auto_round:gptq:exllamav2": "gptq", "auto_round:auto_awq": "gemm",
+    "auto_round:awq": "gemm",
+}  # fmt: skip
 _COMPRESSED_FORMATS: Final = (
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
@@ -151,6 +159,27 @@ def _gptq(stored: Mapping[str, Any]) -> Quantization:
     return Quantization("gptq", tuple(dict.fromkeys([whole, *others])), _GPTQ_LAYOUTS[layout])
 
 
+def _auto_round(stored: Mapping[str, Any]) -> Quantization:
+    packing = stored.get("packing_format", "auto_round:auto_gptq")
+    _one_of(str(packing), _AUTO_ROUND_LAYOUTS, "AutoRound's weights in the layout")
+    _one_of(str(stored.get("data_type", "int")), ("int",), "AutoRound's weights of the type")
+    # Exceptions map a module, or a pattern of modules, to the settings that differ; those of 16 bits are not packed.
+    exceptions = stored.get("extra_config") or {}
+    if not isinstance(exceptions, Mapping) or not all(isinstance(each, Mapping) for each in exceptions.values()):
+        raise _senseless("extra_config")
+    others = [{key: value for key, value in each.items() if value is not None} for each in exceptions.values()]
+    packed = [each for each in others if _number({**stored, **each}, "bits", default=4) < _PLAIN_BITS]
+    schemes = tuple(dict.fromkeys(_gptq_scheme(each, stored) for each in ({}, *packed)))
+    layout = _AUTO_ROUND_LAYOUTS[str(packing)]
+    if len(schemes) > _MAX_SCHEMES:
+        raise _senseless("extra_config")
+    if layout in _GPTQ_LAYOUTS:
+        return Quantization("gptq", schemes, _GPTQ_LAYOUTS[layout])
+    if len(schemes) > 1:
+        raise CheckpointError(f"AutoRound's AWQ weights of several bits or group sizes are not served; {_WHAT_TO_DO}.")
+    return _awq({**stored, "version": layout})
+
+
 def _gptq_scheme(stored: Mapping[str, Any], otherwise: Mapping[str, Any]) -> Scheme:
     merged = {**otherwise, **stored}
     bits = _number(merged, "bits", default=4)
@@ -187,6 +216,7 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> Quantization:
 
 
 METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization | None]]] = {
+    "auto-round": _auto_round,
     "awq": _awq,
     "bitsandbytes": lambda _: Quantization("bitsandbytes"),
     "compressed-tensors": _compressed_tensors,
