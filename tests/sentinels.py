@@ -86,6 +86,16 @@ class WatchedRedis:
         await until(is_replicated)
         return found[0]
 
+    async def freeze(self) -> None:
+        """Holds the primary up until the Sentinels name another one; it wakes, and does not know that."""
+        lost = await self.primary()
+        with self._servers[lost].frozen():
+
+            async def is_replaced() -> bool:
+                return await self._named() != lost
+
+            await until(is_replaced)
+
     async def demote(self) -> None:
         """Has the Sentinels make a replica of the primary, and the primary of its replica."""
         old = await self.primary()
@@ -117,9 +127,14 @@ class WatchedRedis:
             await self._tell_sentinel(port, "SET", _SERVICE, "auth-pass", _PASSWORD)
         return self._servers[new]
 
-    async def _tell_sentinel(self, port: int, *command: str | int) -> None:
+    async def _named(self) -> int:
+        """The port of the primary, as a Sentinel names it."""
+        _, port = await self._tell_sentinel(self._watching[0], "GET-MASTER-ADDR-BY-NAME", _SERVICE)
+        return int(port)
+
+    async def _tell_sentinel(self, port: int, *command: str | int) -> Any:
         async with Redis(host=_HOST, port=port, password=_SENTINELS_PASSWORD) as sentinel:
-            await sentinel.execute_command("SENTINEL", *command)  # type: ignore[no-untyped-call]
+            return await sentinel.execute_command("SENTINEL", *command)  # type: ignore[no-untyped-call]
 
     async def _role(self, port: int) -> tuple[str, int]:
         """Which part the server plays, and how many bytes it has of what is replicated."""

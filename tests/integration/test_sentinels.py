@@ -33,12 +33,16 @@ async def killed_and_back_empty(redis: WatchedRedis) -> None:
     redis.start(lost)
 
 
+async def frozen(redis: WatchedRedis) -> None:
+    await redis.freeze()
+
+
 async def demoted(redis: WatchedRedis) -> None:
     """The primary lives on as a replica, which refuses writes."""
     await redis.demote()
 
 
-CHANGES: Final[list[Callable[[WatchedRedis], Awaitable[None]]]] = [killed_and_back_empty, demoted, killed]
+CHANGES: Final[list[Callable[[WatchedRedis], Awaitable[None]]]] = [killed_and_back_empty, frozen, demoted, killed]
 
 
 async def test_answers_and_conversations_outlive_each_primary(

@@ -28,10 +28,10 @@ _LOADS = (
 )  # fmt: skip
 _BAR_WIDTH = 50
 _LACKS = {
-    Lack.SERVER: "no other server has these blocks",
-    Lack.NUMERICS: "the others have other numerics",
-    Lack.ROOM: "the others have no room",
-    Lack.NODE: "the others are on the same node",
+    Lack.SERVER: "none for {}: no other server has these blocks",
+    Lack.NUMERICS: "none for {}: the others have other numerics",
+    Lack.ROOM: "none for {}: the others have no room",
+    Lack.NODE: "only on the same node for {}",
 }
 _LEAST_S = 0.05
 """A loss that costs less is not worth a line."""
@@ -134,7 +134,7 @@ def loss_lines(placement: router_pb2.Placement) -> list[Text]:
     spans: dict[Lack, list[str]] = {}
     for span, lack in _by_span(placement, lacks(placement.servers)).items():
         spans.setdefault(lack, []).append(str(span))
-    lines = [_line("standby", f"none for {', '.join(names)}: {_LACKS[lack]}") for lack, names in spans.items()]
+    lines = [_line("standby", _LACKS[lack].format(", ".join(names))) for lack, names in spans.items()]
     addresses = {each.server.server_id: each.server.address for each in placement.servers}
     costs = sorted(loss_seconds(placement.servers).items(), key=lambda cost: -cost[1])
     endless = [addresses[server_id] for server_id, seconds in costs if math.isinf(seconds)]

@@ -88,7 +88,7 @@ def test_the_losses_name_spans_without_a_standby_and_what_servers_would_cost() -
     shown.servers[1].load.num_tokens_at_risk = 250
     shown.servers[2].load.num_tokens_at_risk = 1
     assert lines_of(shown) == [
-        "standby  none for 0:10: the others are on the same node",
+        "standby  only on the same node for 0:10",
         "standby  none for 10:30: no other server has these blocks",
         "loss     sessions of 127.0.0.1:20002 would wait for a new server",
         "loss     2.5 s for 127.0.0.1:20001",
