@@ -6,7 +6,6 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from corolla.planning.losses import loss_seconds
 from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
 
@@ -86,7 +85,7 @@ class RouterMetrics:
         ready = collections.Counter(
             f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY
         )
-        seconds = loss_seconds(roster.servers)
+        seconds = roster.loss_seconds()
         worst: dict[str, float] = {}
         for each in roster.servers:
             span = f"{each.span.start}:{each.span.end}"

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.candidates import by_fingerprint, chain_of, counted_speed, speed_bounds, steady
+from corolla.planning.losses import loss_seconds
 from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
 from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
@@ -139,6 +140,10 @@ class Roster:
             for group in self._groups
         ]
         return list(max(copies, key=len, default=Counter()).values()).count(1)
+
+    def loss_seconds(self) -> dict[str, float]:
+        """Returns what the loss of each ready server would cost now, by id."""
+        return loss_seconds(self.servers, self._groups)
 
     @cached_property
     def placement(self) -> pb.Placement:
