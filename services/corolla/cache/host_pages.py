@@ -46,6 +46,11 @@ class HostPages:
     def __len__(self) -> int:
         return len(self._places)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Some evicted pages were not copied yet."""
+        return bool(self._waiting)
+
     def evicted(self, key: PrefixKey, page: int) -> None:
         """Notes that a page was evicted. Its contents stay until something is written to it."""
         place = self._places.pop(key, None)

@@ -343,7 +343,7 @@ class SessionCache(SessionPages):
             OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
         """
         copies = self.make_writable(position, num_tokens)
-        if self.pool.host is not None:
+        if self.pool.host is not None and self.pool.host.has_waiting:
             self.store.before_writing(self._pages_between(position, position + num_tokens))
         if copies:
             try:
