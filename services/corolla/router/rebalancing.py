@@ -9,7 +9,7 @@ returns how good the best layout is that the other moves can reach, and the firs
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Final
 
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, share_at, throughput
@@ -34,12 +34,16 @@ _Worth = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A ready server, and whether the router may move it to another span of the same length that fits its memory."""
+    """A server, and whether the router may move it to another span of the same length that fits its memory.
+
+    One that is not ready counts for throughput, since it will be ready soon. But no server may leave its blocks to it.
+    """
 
     server_id: str
     hosted: HostedSpan
     is_movable: bool
     memory: WeightMemory = ENOUGH
+    is_ready: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,13 @@ def next_move(
 
     If nothing else changes, repeated moves come to an end, because each one comes closer to the best layout or finds a
     better one. To ensure this, only layouts that are at most two moves away count when there are too many to search
-    them all.
+    them all. If too many are one move away, only moves count that make a pair or one of the slowest blocks faster.
 
     Args:
-        members: The servers of one fingerprint, all ready.
+        members: The servers of one fingerprint.
         min_gain: The fraction by which the slowest block must become faster, unless the layout covers more blocks or
             makes a pair.
-        max_layouts: The approximate number of layouts to search. Those that are one move away are always searched.
+        max_layouts: The approximate number of layouts to search.
     """
     pool = _Pool(members, num_blocks)
     goal, step = _search(pool, max_layouts)
@@ -90,6 +94,7 @@ class _Coverage:
     Attributes:
         per_block: The throughput of each block.
         num_holders: The number of servers that hold each block.
+        num_apart: The number of pairs that lone servers could make.
         worth: How good the layout is.
     """
 
@@ -98,16 +103,16 @@ class _Coverage:
         self.num_holders = num_holders
         self._placed = placed
         self._lone = Counter(group for (group, _), count in placed.items() if count == 1)
-        self._num_apart = sum(count // 2 for count in self._lone.values())
-        self.worth = _worth(per_block, self._num_apart)
+        self.num_apart = sum(count // 2 for count in self._lone.values())
+        self.worth = _worth(per_block, self.num_apart)
 
     def num_apart_after(self, group: _Group, before: int, after: int) -> int:
         """Returns how many pairs lone servers could make once a server of this group has another start."""
         if not group[0]:
-            return self._num_apart
+            return self.num_apart
         left, joined = self._placed[group, before], self._placed[group, after]
         num_lone = self._lone[group] + {1: -1, 2: 1}.get(left, 0) + {0: 1, 1: -1}.get(joined, 0)
-        return self._num_apart + num_lone // 2 - self._lone[group] // 2
+        return self.num_apart + num_lone // 2 - self._lone[group] // 2
 
 
 class _Pool:
@@ -115,20 +120,19 @@ class _Pool:
 
     def __init__(self, members: Sequence[Member], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        fixed = [each.hosted for each in members if not each.is_movable]
+        fixed = [each for each in members if not (each.is_movable and each.is_ready)]
         # Equal servers are neighbours in this order.
         self.movable = sorted(
-            (each for each in members if each.is_movable),
+            (each for each in members if each.is_movable and each.is_ready),
             key=lambda each: (each.hosted.kind, *_facts(each, num_blocks), each.server_id),
         )
         self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
         self._facts = [_facts(each, num_blocks) for each in self.movable]
-        self._throughput = throughput(fixed, num_blocks)
-        self._num_holders = [
-            sum(each.span.start <= block < each.span.end for each in fixed) for block in range(num_blocks)
-        ]
+        self._throughput = throughput((each.hosted for each in fixed), num_blocks)
+        ready = [each.hosted.span for each in fixed if each.is_ready]
+        self._num_holders = [sum(span.start <= block < span.end for span in ready) for block in range(num_blocks)]
         self._groups = [_group(each.hosted) for each in self.movable]
-        self._fixed = Counter((_group(each), each.span.start) for each in fixed if each.kind)
+        self._fixed = Counter((_group(each.hosted), each.hosted.span.start) for each in fixed if each.hosted.kind)
         equals = groupby(range(len(self.movable)), key=lambda index: (self._groups[index], self._facts[index]))
         self._equals = [list(group) for _, group in equals]
 
@@ -143,12 +147,22 @@ class _Pool:
         return _Coverage(per_block, num_holders, placed)
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
-        """Yields all moves that take away no block's only server."""
-        for index, (start, (length, *_, memory)) in enumerate(zip(layout, self._facts, strict=True)):
-            if min(num_holders[start : start + length]) > 1:
+        """Yields all moves that take away no block's only server; of equal servers, the first one moves."""
+        seen = set()
+        for index, (start, group, facts) in enumerate(zip(layout, self._groups, self._facts, strict=True)):
+            length, *_, memory = facts
+            if (start, group, facts) not in seen and min(num_holders[start : start + length]) > 1:
+                seen.add((start, group, facts))
                 for other in range(self.num_blocks - length + 1):
                     if other != start and memory.holds(Span(other, other + length), self.num_blocks):
                         yield index, other
+
+    def helps(self, layout: _Layout, coverage: _Coverage, step: _Step) -> bool:
+        """The move makes a pair, or one of the slowest blocks faster."""
+        index, start = step
+        if coverage.num_apart_after(self._groups[index], layout[index], start) < coverage.num_apart:
+            return True
+        return min(coverage.per_block[start : start + self._facts[index][0]]) == min(coverage.per_block)
 
     def worth_after(self, layout: _Layout, coverage: _Coverage, step: _Step) -> _Worth:
         index, start = step
@@ -188,7 +202,14 @@ def _worth(per_block: list[int], num_apart: int) -> _Worth:
 
 def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
     """Returns the best layout's worth, and the first step of a shortest way there; None: it is the present one."""
-    best: tuple[_Worth, _Step | None] = (pool.coverage(pool.layout).worth, None)
+    coverage = pool.coverage(pool.layout)
+    best: tuple[_Worth, _Step | None] = (coverage.worth, None)
+    if len(list(islice(pool.steps(pool.layout, coverage.num_holders), max_layouts + 1))) > max_layouts:
+        steps = pool.steps(pool.layout, coverage.num_holders)
+        helpful = (step for step in steps if pool.helps(pool.layout, coverage, step))
+        for step in islice(helpful, max_layouts):
+            best = max(best, (pool.worth_after(pool.layout, coverage, step), step), key=lambda each: each[0])
+        return best
     best_near = best
     seen = {pool.key(pool.layout)}
     frontier: list[tuple[_Layout, _Step | None]] = [(pool.layout, None)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.candidates import by_fingerprint, chain_of, counted_speed, speed_bounds, steady
@@ -18,6 +19,9 @@ from corolla.router.rebalancing import Member
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
+
+_UNSETTLED_OF: Final = 32
+"""One of so many servers may join, drain or be suspected while others move."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,20 @@ class Roster:
 
     @property
     def is_settled(self) -> bool:
-        """All servers are ready and unsuspected: no server joins or drains."""
-        return all(each.state == pb.SERVER_STATE_READY and not each.suspected for each in self.servers)
+        """No server joins, drains or is suspected; of a large fleet, some always do, and few may."""
+        return _UNSETTLED_OF * sum(not _is_ready(each) for each in self.servers) <= len(self.servers)
 
     def members(self) -> dict[str, list[Member]]:
-        """Returns all servers by fingerprint, for the rebalancer."""
+        """Returns all servers that stay, by fingerprint, for the rebalancer."""
         groups: dict[str, list[Member]] = {}
         speeds = self._speeds()
         for each in self.servers:
+            if each.state == pb.SERVER_STATE_DRAINING:
+                continue
             hosted = _hosted(each, steady(speeds[each.server.server_id]))
-            member = Member(each.server.server_id, hosted, each.server.movable, memory_of(each.server))
+            member = Member(
+                each.server.server_id, hosted, each.server.movable, memory_of(each.server), _is_ready(each)
+            )  # fmt: skip
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
 
@@ -199,6 +207,10 @@ class Roster:
         except CorollaError:
             return None
         return chain_of(planned.hops, planned.fingerprint)
+
+
+def _is_ready(placed: pb.PlacedServer) -> bool:
+    return placed.state == pb.SERVER_STATE_READY and not placed.suspected
 
 
 def _hosted(placed: pb.PlacedServer, speed: float) -> HostedSpan:

@@ -182,6 +182,10 @@ async def test_a_move_order_lapses_when_the_placement_changes_before_its_heartbe
         return await num_ordered(router, model=model, reason="covers") == 1
 
     await until(is_ordered)
+    # An adapter takes no server away.
+    adapter = pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name="legal", digest="0" * 64), source="/adapters")
+    await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))
+    assert sum([(await each.beat_in_full()).HasField("move_to") for each in servers]) == 1
     newcomer = MovingServer(router, model)
     assert await newcomer.register() == "3:6"
     assert not any([(await each.beat_in_full()).HasField("move_to") for each in servers])

@@ -4,13 +4,17 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, choose_span, throughput
-from corolla.router.rebalancing import Member, Move, next_move
+from corolla.router.rebalancing import MAX_LAYOUTS, Member, Move, _Pool, next_move
+from corolla.router.roster import Roster
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 
@@ -142,6 +146,60 @@ def test_a_search_that_is_cut_short_still_comes_to_an_end_and_never_makes_it_wor
     members, num_blocks = pool
     way = follow(members, num_blocks, max_layouts=max_layouts)
     assert len(way) == 1 or worth(way[-1], num_blocks) > worth(way[0], num_blocks)
+
+
+@given(pools(most_servers=6), st.integers(0, 63))
+def test_no_server_leaves_its_blocks_to_one_that_is_not_ready(pool: tuple[list[Member], int], bits: int) -> None:
+    members, num_blocks = pool
+    members = [replace(each, is_ready=not bits >> number & 1) for number, each in enumerate(members)]
+    move = next_move(members, num_blocks, min_gain=0.0)
+    if move is not None:
+        ready = [each for each in members if each.is_ready]
+        staying = [each for each in ready if each.server_id != move.server_id]
+        assert len(staying) == len(ready) - 1
+        assert covered(staying, num_blocks) == covered(ready, num_blocks)
+
+
+@pytest.mark.parametrize(
+    "num_servers, num_unready, is_settled", [(31, 0, True), (31, 1, False), (64, 2, True), (64, 3, False)]
+)
+def test_in_a_large_fleet_servers_move_while_few_others_come_and_go(
+    num_servers: int, num_unready: int, is_settled: bool
+) -> None:
+    unready = [pb.PlacedServer(state=pb.SERVER_STATE_JOINING), pb.PlacedServer(state=pb.SERVER_STATE_DRAINING),
+               pb.PlacedServer(state=pb.SERVER_STATE_READY, suspected=True)]  # fmt: skip
+    ready = pb.PlacedServer(state=pb.SERVER_STATE_READY)
+    servers = []
+    for number in range(num_servers):
+        placed = pb.PlacedServer(span=common_pb2.BlockSpan(end=1), server=pb.ServerDescription(server_id=f"s{number}"))
+        placed.MergeFrom(unready[number] if number < num_unready else ready)
+        servers.append(placed)
+    roster = Roster("m", 1, 1, tuple(servers))
+    assert roster.is_settled == is_settled
+    (members,) = roster.members().values()
+    # The one that drains is as good as gone.
+    assert len(members) == num_servers - (num_unready > 1)
+    assert sum(not each.is_ready for each in members) == num_unready - (num_unready > 1)
+
+
+@pytest.mark.parametrize("num_speeds", [1, 40])
+def test_of_a_large_fleet_a_bounded_number_of_layouts_is_looked_at(
+    num_speeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Counter[str]()
+    worth_after = _Pool.worth_after
+
+    def counted(pool: _Pool, *given: Any) -> tuple[int, int, int]:
+        looks["layouts"] += 1
+        return worth_after(pool, *given)
+
+    monkeypatch.setattr(_Pool, "worth_after", counted)
+    spans = [Span(start, start + 10) for start in range(0, 70, 10)]
+    members = [member(number, spans[number % 7], 100.0 + number % num_speeds) for number in range(400)]
+    move = next_move(members, 80, min_gain=0.25)
+    assert move is not None
+    assert (move.span, move.covers) == (Span(70, 80), True)
+    assert looks["layouts"] <= 2 * MAX_LAYOUTS
 
 
 @settings(deadline=None, max_examples=50)

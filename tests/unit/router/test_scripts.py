@@ -23,6 +23,6 @@ def test_the_marks_of_a_snapshot_are_fields_of_a_placed_server() -> None:
 
 
 def test_a_heartbeat_names_states_by_their_numbers() -> None:
-    states = re.search(r"^local READY, DRAINING = '(\d)', '(\d)'", script_text("heartbeat"), re.MULTILINE)
+    states = re.search(r"^local IS_READY, IS_DRAINING = '(\d)', '(\d)'", script_text("heartbeat"), re.MULTILINE)
     assert states is not None
     assert [int(each) for each in states.groups()] == [pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING]

@@ -8,5 +8,5 @@ if not before and redis.call('HLEN', ADAPTERS) >= tonumber(ARGV[4]) then return 
 if before then take_out(ARGV[1], before) end
 redis.call('HDEL', REMOVED_ADAPTERS, ARGV[1] .. ' ' .. ARGV[2])
 redis.call('HSET', ADAPTERS, ARGV[1], entry)
-changed('adapters', STATE)
+changed('adapters', READY)
 return 1

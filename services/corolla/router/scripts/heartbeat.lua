@@ -2,7 +2,7 @@
 -- ARGV: server id, address or '', lease, lease in ms, the caller's workload or ''.
 -- Returns 1; 0 if the server is unknown; 2 if another server has its address; 3 if another workload registered it; or
 -- the span to which the server must move.
-local READY, DRAINING = '2', '3'
+local IS_READY, IS_DRAINING = '2', '3'
 listening_since(tonumber(ARGV[4]))
 local holder = redis.call('HGET', ADDRESSES, ARGV[2])
 if holder and holder ~= ARGV[1] then return 2 end
@@ -12,13 +12,15 @@ if not before or redis.call('HEXISTS', SERVERS, ARGV[1]) == 0 then return 0 end
 hear(ARGV[1], ARGV[3])
 local was_suspected = redis.call('DEL', suspect_key(ARGV[1])) == 1
 local state = string.sub(ARGV[3], 1, 1)
-if was_suspected or string.sub(before, 1, 1) ~= state then changed(ARGV[1], STATE) end
-local order = redis.call('HMGET', ORDER, 'server', 'address', 'span', 'version')
-if order[1] == ARGV[1] and state ~= DRAINING then
-  -- A server that has not begun to move need not move if the placement has changed: the move might uncover blocks.
-  if order[4] == version() then return order[3] end
+if was_suspected or string.sub(before, 1, 1) ~= state then
+  changed(ARGV[1], state == IS_READY and READY or STATE)
+end
+local order = redis.call('HMGET', ORDER, 'server', 'address', 'span', 'version', 'change')
+if order[1] == ARGV[1] and state ~= IS_DRAINING then
+  -- A server that has not begun to move need not move if others have left or joined: the move might uncover blocks.
+  if only_changes_since(order[5] or '0-0', order[4], {[READY] = true}) then return order[3] end
   redis.call('DEL', ORDER)
-elseif order[1] and order[1] ~= ARGV[1] and order[2] == ARGV[2] and state == READY then
+elseif order[1] and order[1] ~= ARGV[1] and order[2] == ARGV[2] and state == IS_READY then
   redis.call('DEL', ORDER)  -- the server has moved, and is registered under its new id
 end
 return 1

@@ -12,7 +12,8 @@ if ARGV[5] == '0' and last[1] == among then
   if redis.call('EXISTS', PAUSE) == 1 then return 0 end
   pause_ms = math.min(2 * (tonumber(last[2]) or pause_ms), FORGOTTEN_AFTER_MS)
 end
-redis.call('HSET', ORDER, 'server', ARGV[2], 'address', address_of(entry), 'span', ARGV[3], 'version', ARGV[1])
+redis.call('HSET', ORDER, 'server', ARGV[2], 'address', address_of(entry), 'span', ARGV[3], 'version', ARGV[1], 'change',
+  last_change())
 redis.call('PEXPIRE', ORDER, ARGV[4])
 if pause_ms > 0 then
   redis.call('SET', PAUSE, '1', 'PX', pause_ms)

@@ -18,7 +18,7 @@ local PAUSE = PREFIX .. 'pause'            -- string with a TTL: while it exists
 local PATIENCE = PREFIX .. 'patience'      -- hash with a TTL: the last wait of such moves, and the servers at that time
 local TAKERS = PREFIX .. 'takers'          -- sorted set with a TTL: client service by the millisecond of its last take
 local ALL_SESSIONS = 'of all'             -- no session's id contains a space
-local STATE = 'state'
+local STATE, READY = 'state', 'ready'           -- kinds of changes
 local EVERYONE = '\1'                     -- all tenants together, in place of a tenant, whose name can be printed
 local OVERHEAD_BYTES = 1000                -- what Redis needs for a session next to its record and chain
 local FORGOTTEN_AFTER_MS = 86400000        -- the time after which a model without servers is forgotten
@@ -67,7 +67,7 @@ local function version()
 end
 
 -- Raises the version. Versions start at the time in microseconds, so they keep growing after Redis has lost its data.
--- `kind` is STATE if spans and speeds stay as they are.
+-- `kind` is STATE if spans and speeds stay as they are, and READY if a server became ready or none changed.
 local function changed(server_id, kind)
   if version() == '0' then
     local time = redis.call('TIME')
@@ -79,15 +79,29 @@ local function changed(server_id, kind)
   redis.call('PEXPIRE', CHANGES, FORGOTTEN_AFTER_MS)
 end
 
+local function last_change()
+  local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
+  return last[1] and last[1][1] or '0-0'
+end
+
 -- Returns the entries of the changes after one version, each with a server's id and a kind; or false, if they are not
 -- known. Each change has an entry, so none is missing if the version's own entry is still there and the number is right.
-local function changes_since(last_change, last_version)
-  local entries = redis.call('XRANGE', CHANGES, last_change, '+')
-  if #entries == 0 or entries[1][1] ~= last_change then return false end
-  if #entries - 1 ~= tonumber(version()) - tonumber(last_version) then return false end
+local function changes_since(change, its_version)
+  local entries = redis.call('XRANGE', CHANGES, change, '+')
+  if #entries == 0 or entries[1][1] ~= change then return false end
+  if #entries - 1 ~= tonumber(version()) - tonumber(its_version) then return false end
   local changes = {}
   for index = 2, #entries do changes[index - 1] = {server_id = entries[index][2][2], kind = entries[index][2][4]} end
   return changes
+end
+
+-- Whether all changes after a version are known, and of these kinds.
+local function only_changes_since(change, its_version, kinds)
+  if version() == its_version then return true end
+  for _, each in ipairs(changes_since(change, its_version) or {{}}) do
+    if not kinds[each.kind or ''] then return false end
+  end
+  return true
 end
 
 -- The two parts of a server's entry. If it has no line feed, which no router writes, both are the whole entry.

@@ -2,13 +2,7 @@
 -- ARGV: server id, address, description, lease, number of blocks, the caller's workload or '', the version on which the
 -- span was chosen, and the id of its change.
 -- Returns 1; 0 if spans or speeds are others; 3 if another workload registered this server, or the one at its address.
-if version() ~= ARGV[7] then
-  local changes = changes_since(ARGV[8], ARGV[7])
-  if not changes then return 0 end
-  for _, change in ipairs(changes) do
-    if change.kind ~= STATE then return 0 end
-  end
-end
+if not only_changes_since(ARGV[8], ARGV[7], {[STATE] = true, [READY] = true}) then return 0 end
 local server_id, address = ARGV[1], ARGV[2]
 local older = redis.call('HGET', ADDRESSES, address)
 if is_anothers(server_id, ARGV[6]) or (older and is_anothers(older, ARGV[6])) then return 3 end

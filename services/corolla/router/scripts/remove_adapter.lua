@@ -2,5 +2,5 @@
 local before = redis.call('HGET', ADAPTERS, ARGV[1])
 if not before then return 0 end
 take_out(ARGV[1], before)
-changed('adapters', STATE)
+changed('adapters', READY)
 return 1

@@ -3,5 +3,5 @@
 if redis.call('HEXISTS', ADAPTERS, ARGV[1]) == 1 then return 0 end
 if redis.call('HEXISTS', REMOVED_ADAPTERS, ARGV[1] .. ' ' .. ARGV[2]) == 1 then return 0 end
 redis.call('HSET', ADAPTERS, ARGV[1], ARGV[2] .. ARGV[3])
-changed('adapters', STATE)
+changed('adapters', READY)
 return 1

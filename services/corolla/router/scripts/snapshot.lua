@@ -72,8 +72,7 @@ if #live > 0 then
   end
 end
 if is_known then redis.call('PEXPIRE', LISTENING, FORGOTTEN_AFTER_MS) end
-local last = redis.call('XREVRANGE', CHANGES, '+', '-', 'COUNT', 1)
 local adapters = have_adapters_changed and redis.call('HGETALL', ADAPTERS)
 local removed = have_adapters_changed and redis.call('HGETALL', REMOVED_ADAPTERS)
-return {version(), redis.call('HGET', PLACEMENT, 'blocks') or '0', last[1] and last[1][1] or '0-0',
+return {version(), redis.call('HGET', PLACEMENT, 'blocks') or '0', last_change(),
   string.format('%.0f', now), changes and 0 or 1, live, gone, adapters, removed}
