@@ -153,9 +153,10 @@ def rewrite_gguf(
     """Writes a file once more with other settings and tensors of floats; None leaves one out. Returns `target`.
 
     With `max_tensors`, the file is split into parts of so many tensors, whose names follow from `target`. With `kind`,
-    matrices of floats get this type.
+    matrices of floats get this type, if their rows are whole blocks.
     """
     wanted = gguf.GGMLQuantizationType[kind]
+    block_weights, _ = gguf.GGML_QUANT_SIZES[wanted]
     settings, tensors = settings or {}, tensors or {}
     reader = gguf.GGUFReader(path)
     architecture = str(reader.fields["general.architecture"].contents())
@@ -170,7 +171,7 @@ def rewrite_gguf(
     for tensor in reader.tensors:
         if tensor.name in tensors:
             continue
-        is_changed = kind != "F32" and _is_matrix(tensor)
+        is_changed = kind != "F32" and _is_matrix(tensor) and tensor.shape[0] % block_weights == 0
         writer.add_tensor(
             tensor.name,
             gguf.quants.quantize(tensor.data, wanted) if is_changed else tensor.data,

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corolla.chassis.errors import CheckpointError
@@ -17,8 +18,15 @@ from corolla.models.gguf.tensors import expanded
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
-from tests.checkpoints import LONG_ROPE_LENGTH
-from tests.gguf_files import FAMILIES_OF_FILES, LLAMA3, make_long_rope_gguf, make_tiny_gguf, rewrite_gguf
+from tests.checkpoints import LONG_ROPE_LENGTH, YARN, make_tiny_checkpoint
+from tests.gguf_files import (
+    FAMILIES_OF_FILES,
+    LLAMA3,
+    convert_tiny,
+    make_long_rope_gguf,
+    make_tiny_gguf,
+    rewrite_gguf,
+)
 from tests.tiers import quick
 
 
@@ -67,6 +75,72 @@ def test_a_chain_of_a_file_equals_the_model_that_it_was_made_of(tmp_path: Path, 
     if family not in _READ_AS:
         given, own = facts(AutoConfig.from_pretrained(source)), facts(checkpoint.config)
         assert {name: own.get(name) for name in given} == given
+
+
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("deepseek_v2", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"}),
+        ("deepseek_v2", {"rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+        ("deepseek_v3", {"rope_parameters": {**_YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("gpt_oss", {"rope_parameters": {**_YARN, "factor": 32.0, "truncate": False}}),
+        ("ministral3", {"rope_parameters": {**YARN, "factor": 16.0, "llama_4_scaling_beta": 0.2}}),
+        ("qwen3", {"rope_parameters": _YARN}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+        ("exaone4", {"rope_parameters": LLAMA3}),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+        ("smollm3", {"rope_parameters": LLAMA3}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+        ("glm4", {"attention_bias": False}),
+        ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.75}),
+        ("qwen3_next", {"num_key_value_heads": 1, "linear_num_value_heads": 6}),
+        ("ernie4_5", {"use_bias": False}),
+        ("cohere", {"use_qk_norm": False, "attention_bias": True}),
+        ("llama", {"tie_word_embeddings": True, "head_dim": 32}),
+        ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32}),
+        ("hunyuan_v1_dense", {"hidden_size": 512, "head_dim": 128, "max_position_embeddings": 32768,
+                              "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0,
+                                                  "factor": 1.0}}),
+    ],
+)  # fmt: skip
+def test_what_else_published_configurations_say(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    source, path = make_tiny_gguf(family, tmp_path, changes=changes)
+    assert_equal_to_model(path, source)
+    if family != "hunyuan_v1_dense":  # its file has the base that follows from `alpha`, and a longer context
+        given, own = facts(AutoConfig.from_pretrained(source)), facts(Checkpoint.from_pretrained(str(path)).config)
+        assert {name: own.get(name) for name in given} == given
+
+
+@pytest.mark.full
+def test_the_text_part_of_a_mistral_that_sees_is_a_mistral(tmp_path: Path) -> None:
+    source = make_tiny_checkpoint("mistral", tmp_path / "source", config_changes={"sliding_window": None})
+    published = {"architectures": ["Mistral3ForConditionalGeneration"]}
+    path = convert_tiny(source, tmp_path / "tiny.gguf", published=published)
+    assert gguf.GGUFReader(path).fields["general.architecture"].contents() == "mistral3"
+    assert_equal_to_model(path, source)
+    assert Checkpoint.from_pretrained(str(path)).config.model_type == "mistral"
+
+
+@pytest.mark.full
+def test_older_files_have_one_matrix_for_keys_and_values_of_latents(tmp_path: Path) -> None:
+    """Converters before May 2025 left `attn_kv_b` whole."""
+    source, path = make_tiny_gguf("deepseek_v2", tmp_path)
+    stored = {name: part.numpy() for shard in source.glob("*.safetensors") for name, part in load_file(shard).items()}
+    tensors: dict[str, Any] = {}
+    for block in range(4):
+        tensors[f"blk.{block}.attn_kv_b.weight"] = stored[f"model.layers.{block}.self_attn.kv_b_proj.weight"]
+        tensors |= {f"blk.{block}.attn_k_b.weight": None, f"blk.{block}.attn_v_b.weight": None}
+    said = {"attention.key_length_mla": None, "attention.value_length_mla": None, "attention.key_length": 24,
+            "attention.value_length": 12, "attention.head_count_kv": 4}  # fmt: skip
+    older = {f"deepseek2.{key}": value for key, value in said.items()}
+    assert_equal_to_model(rewrite_gguf(path, tmp_path / "older.gguf", older, tensors), source)
 
 
 @pytest.mark.parametrize("factor, trained", [(8.0, 64), pytest.param(32.0, 256, marks=pytest.mark.full)])

@@ -65,6 +65,17 @@ def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_roundin
         assert torch.equal(logits(checkpoint, spans, "packed"), unsplit)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "glm4_moe", "gpt_oss", "granitemoeshared", "mixtral", "phi3", "qwen3_5_moe_text"],
+)
+def test_weights_that_files_have_in_other_orders_or_parts_are_packed_or_expanded(tmp_path: Path, family: str) -> None:
+    checkpoint = file_of(tmp_path, family, "Q8_0")
+    expanded, packed = (logits(checkpoint, [WHOLE], quantization) for quantization in ("none", "packed"))
+    torch.testing.assert_close(packed, expanded, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_types_of_hidden_states_are_split_without_a_difference_too(tmp_path: Path, dtype: torch.dtype) -> None:
     checkpoint = file_of(tmp_path)

@@ -93,7 +93,7 @@ def test_a_description_may_lie_in_a_file_of_its_own(
 KINDS = ("gptq", "w4a16-asymmetric", "w8a16", "w8a8", "ct-fp8-blocks", "ct-nvfp4", "ct-mxfp4", "ct-mxfp8", "bnb-int8")
 
 
-@pytest.mark.parametrize("name", quick(FORMATS, "awq", "fp8-blocks", "bnb-nf4", kinds=KINDS))
+@pytest.mark.parametrize("name", quick(FORMATS, "awq", "auto-round-gptq", "fp8-blocks", "bnb-nf4", kinds=KINDS))
 def test_a_chain_equals_the_expanded_model(tmp_path: Path, name: str) -> None:
     assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS[name]()))
 
