@@ -156,7 +156,7 @@ class KVStore:
         if self.has_copy_stream:
             # torch makes pinned tensors as large as the next power of two.
             most_bytes = 1 << max(0, (num_bytes // len(tensors)).bit_length() - 1)
-            num_slots = min(most_bytes // (tensor.nbytes // self._num_pages) for tensor in tensors)
+            num_slots = min(most_bytes // max(1, tensor.nbytes // self._num_pages) for tensor in tensors)
         if not num_slots:
             return
         self.pool.host = HostPages(num_slots)
