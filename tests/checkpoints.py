@@ -140,6 +140,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {**_HEAD_SIZE, **_LOCAL_EXPERTS, "intermediate_size": 32},
     "deepseek_v2": {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "mistral4": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "rope_parameters": YARN},
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     "phimoe": {**_WINDOW, **_LOCAL_EXPERTS, "lm_head_bias": True},
     "persimmon": {},

@@ -71,7 +71,7 @@ class Published:
     Attributes:
         name: as its publisher writes it.
         family: the family of `tests.checkpoints` whose tiny facts its language model has; empty: `text` has them.
-        model_type: that of `config.json`; empty: the family's.
+        model_type: that of `config.json`; empty: the family's, or there is none.
         text: further settings of the language model.
         vision: the settings of the part that sees; None: there is none.
         weights: how the table names the format of the weights.
@@ -208,6 +208,14 @@ _LLAMA4: Final = {
 _LLAMA4_VISION: Final = {
     **_SIGLIP, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32
 }  # fmt: skip
+# vLLM's public code reads a params.json with these settings (transformers_utils/configs/mistral.py).
+_MISTRAL_LARGE_3: Final = {
+    "dim": 64, "n_layers": 5, "n_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "vocab_size": 320, "norm_eps": 1e-6, "rope_theta": 1e4,
+    "moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "expert_hidden_dim": 32},
+    "quantization": {"qformat_weight": "fp8_e4m3"},
+    "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192},
+}  # fmt: skip
 _GEMMA4_VISION: Final = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -308,8 +316,10 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published(
         "Ministral-3-14B-BF16, in Mistral's own files", "ministral3", vocabulary=tekken_folder, is_mistral_format=True,
     ),
+    Published("Mistral-Large-3", "", "", _MISTRAL_LARGE_3, weights="FP8", is_mistral_format=True),
     Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
     Published("Devstral-2-123B", "ministral3", weights="FP8", made="fp8-one-scale"),
+    Published("Mistral-Small-4", "mistral4", "mistral3", vision=_PIXTRAL),
     Published("Mixtral-8x22B", "mixtral"),
     Published("Gemma-3-27B", "gemma3_text", "gemma3", {"tie_word_embeddings": True}, _SIGLIP),
     Published(
@@ -344,7 +354,7 @@ class Row:
             made = mxfp4() if published.made == "mxfp4" else FORMATS[published.made]()
             pack_checkpoint(self.folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
             self.folder = packed
-        if published.is_mistral_format:
+        if published.is_mistral_format and published.family:
             self.folder = folder / "consolidated"
             _write_consolidated(self._expanded, self.folder)
         if published.vocabulary is not None:
@@ -373,7 +383,10 @@ class Row:
         settings |= {"model_type": published.family, "pad_token_id": None, **tokens, **published.text}
         if self._model_type not in {*CONFIG_MAPPING, *ALIASES}:
             self.folder.mkdir()
-            (self.folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
+            if published.is_mistral_format:
+                (self.folder / "params.json").write_text(json.dumps(dict(published.text)))
+            else:
+                (self.folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
             return
         if published.vision is None:
             # transformers has no class for a type that is another one's alias.
@@ -443,7 +456,7 @@ class Row:
     def line(self) -> str:
         """The row of the table."""
         published, refusal = self.published, self.refusal
-        cells = [published.name, f"`{self._model_type}`", published.weights]
+        cells = [published.name, self._model_type and f"`{self._model_type}`", published.weights]
         if refusal is None:
             is_whole = all(runner.model.fused is not None for runner in self._chain[1])
             load_tokenizer(self.folder)

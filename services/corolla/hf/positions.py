@@ -22,7 +22,7 @@ _SKIPPING_PADDING: Final = frozenset({"bloom", "opt"})
 
 # Families whose blocks compute something else when all positions are raised by the same number: they scale the numbers
 # of a head after its rotation, or queries by their position.
-_FEELING_OFFSETS: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"})
+_FEELING_OFFSETS: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "mistral4"})
 
 # Families without attention windows or recurrent states that nevertheless measure distances in columns.
 _MEASURING_COLUMNS: Final = frozenset({"gpt_neo", "mpt"})

@@ -20,6 +20,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from corolla.chassis.errors import UnsupportedFamily
 
+# transformers lists the causal model of this family only among those that get texts and images.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
+
 # The kinds of layers that keep a recurrent state, and those that keep no keys and values, as configurations name them.
 RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid"})
 PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
@@ -190,7 +193,7 @@ _FAMILIES = (
     Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
     *(
         Family(name, past=Past(caches_latents=True))
-        for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+        for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     ),
     Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True)),
     *(

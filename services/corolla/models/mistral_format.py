@@ -61,8 +61,8 @@ def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
     for name, what in (("moe", "experts"), ("q_lora_rank", "latents"), ("quantization", "quantised weights")):
         if params.get(name):
             raise UnsupportedFamily(
-                f"Models with {what} are not supported in Mistral's own format: {PARAMS_FILE} sets {name}; give the "
-                "model in the format of transformers."
+                f"Models of {PARAMS_FILE} are not supported: {what} in Mistral's own format ({name}); give the model "
+                "in transformers' format."
             )
     left = {
         name: value
