@@ -18,12 +18,12 @@ from transformers.integrations.gguf import dequant
 from corolla.chassis.errors import CheckpointError, InternalError, StartupError
 from corolla.kernels.layouts import LAYOUTS, Layout
 from corolla.kernels.repacking import Panels, repack
+from corolla.models.cut_model import model_class_of, without_weights
 from corolla.models.families import FAMILIES
 from corolla.models.gguf.architectures import NAMES, Transform
 from corolla.models.gguf.description import FACTORS, blocks_of, row_of
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.gguf.transforms import ORDERS, TRANSFORMS, fitted, joined
-from corolla.models.loading import LOADING
 from corolla.models.packed.modules import packable_weights
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -37,15 +37,14 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
     A bias that the file lacks is zero, as in llama.cpp. Blocks that only predict further tokens are left out.
 
     Raises:
-        CheckpointError: the architecture is not served, or the model does not use a tensor of the file.
+        CheckpointError: the architecture is not served, the family's code cannot build the model, or the model does not
+            use a tensor of the file.
     """
 
     def __init__(self, header: GgufHeader, config: PretrainedConfig) -> None:
         self.header = header
         self._config = config
-        library: Any = AutoModelForCausalLM
-        with LOADING, torch.device("meta"):
-            empty = library.from_config(config)
+        empty: Any = without_weights(model_class_of(AutoModelForCausalLM, config), config)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
         self._packable = frozenset(packable_weights(empty))
         names = _Names(header, empty.base_model_prefix, self._shapes)

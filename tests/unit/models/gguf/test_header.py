@@ -1,5 +1,7 @@
 """A damaged or hostile file is refused before memory is taken, and a good one is read."""
 
+import contextlib
+import re
 import shutil
 import struct
 import tracemalloc
@@ -85,6 +87,31 @@ def test_a_size_that_no_model_has_is_refused_with_a_sentence(good: Path, tmp_pat
             path.write_bytes(content[:place] + damage + content[place + len(damage) :])
             with pytest.raises(CheckpointError):
                 load(path)
+
+
+# What a size does not change: a file says it twice, or shapes say it as well, or any number is one that a model has.
+HARMLESS = re.compile(
+    r"context_length|rope\.|sliding_window|group|gating|softcap|nextn|full_attention|used_count|leading|interleave"
+    r"|attention\.(head_count_kv|key_length|value_length)$|feed_forward_length|l_cache|shortconv|recurrent"
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "ernie4_5_moe", "gpt_oss", "kimi_linear", "lfm2_moe", "phi3", "qwen3_5_moe_text"]
+)
+def test_a_size_that_no_model_has_is_refused_in_every_kind_of_model(tmp_path: Path, family: str) -> None:
+    _, path = make_tiny_gguf(family, tmp_path)
+    content = path.read_bytes()
+    # Blocks of one kind have the same tensors.
+    unlike = {re.sub(r"blk\.\d+", "blk", name): (name, place, form) for name, place, form in _numbers_of(path)}
+    for name, place, form in unlike.values():
+        for value in (0, 2**31 - 1, 2**32 - 1, *((2**40, 2**64 - 1) if form == "<Q" else ())):
+            damage = struct.pack(form, value)
+            (tmp_path / "odd.gguf").write_bytes(content[:place] + damage + content[place + len(damage) :])
+            is_harmless = bool(HARMLESS.search(name))
+            with contextlib.suppress(CheckpointError) if is_harmless else pytest.raises(CheckpointError):
+                load(tmp_path / "odd.gguf")
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
