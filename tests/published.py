@@ -364,6 +364,14 @@ class Row:
             edit_config(self.folder, model_type=self._model_type)
 
     @property
+    def prompt(self) -> list[int]:
+        """Token ids."""
+        drawn: list[int] = torch.randint(
+            4, 256, (NUM_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7)
+        ).tolist()
+        return drawn
+
+    @property
     def _model_type(self) -> str:
         return self.published.model_type or self.published.family
 
@@ -415,7 +423,7 @@ class Row:
         """What transformers answers to the prompt."""
         with LOADING:
             model = self._library.from_pretrained(self._expanded, dtype=torch.float32).eval()
-        prompt = torch.tensor([_prompt()])
+        prompt = torch.tensor([self.prompt])
         answer: list[int] = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_NEW_TOKENS, do_sample=False,
             eos_token_id=None, pad_token_id=0,
@@ -444,7 +452,7 @@ class Row:
         caches = [runner.new_cache() for runner in runners]
         for cache in caches:
             cache.allocate(NUM_PROMPT_TOKENS + NUM_NEW_TOKENS)
-        position, new, tokens = 0, _prompt(), list[int]()
+        position, new, tokens = 0, self.prompt, list[int]()
         while len(tokens) < NUM_NEW_TOKENS:
             hidden = edges.embed(torch.tensor(new), torch.arange(position, position + len(new)))
             for runner, cache in zip(runners, caches, strict=True):
@@ -464,11 +472,6 @@ class Row:
         else:
             cells += ["", "", re.sub(r"^[^:]*: |; .*$", "", refusal)]
         return f"| {' | '.join(cells)} |"
-
-
-def _prompt() -> list[int]:
-    drawn: list[int] = torch.randint(4, 256, (NUM_PROMPT_TOKENS,), generator=torch.Generator().manual_seed(7)).tolist()
-    return drawn
 
 
 def table_lines() -> list[str]:

@@ -13,6 +13,8 @@ from corolla.sdk.results import FinishReason
 from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
 from tests.families import family_cases
 from tests.integration.swarm import Swarm
+from tests.published import NUM_NEW_TOKENS as NUM_PUBLISHED_TOKENS
+from tests.published import PUBLISHED, Row
 from tests.reference import Reference, Sampling, Unsplit
 
 # Cut behind a first block and in the middle: kinds of blocks alternate.
@@ -89,3 +91,12 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -
                         client, references, chain, is_known=is_known and family not in RECURRENT_FAMILIES
                     )
             await swarm.until_empty()
+
+
+@pytest.mark.full
+async def test_a_model_that_sees_answers_texts_as_transformers_does(tmp_path: Path) -> None:
+    row = Row(next(each for each in PUBLISHED if each.name == "Qwen3.5-397B-A17B"), tmp_path)
+    async with Swarm(tmp_path, row.folder, CHAINS[-1]) as swarm, swarm.connect() as client:
+        answer = await client.generate(row.prompt, max_tokens=NUM_PUBLISHED_TOKENS, ignore_eos=True)
+        assert list(answer.token_ids) == row.unsplit()
+        await swarm.until_empty()

@@ -40,7 +40,7 @@ from corolla.models.quantized.description import (
     Quantization,
     quantization_of,
 )
-from corolla.models.tokenizer import TEKKEN_FILE, TIKTOKEN_FILE
+from corolla.models.tokenizer import PROCESSOR_TEMPLATE_FILE, TEKKEN_FILE, TIKTOKEN_FILE
 from corolla.models.weights import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -78,8 +78,8 @@ _VOCABULARY_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-# Vocabularies of some publishers, in checkpoints without a tokenizer.json.
-_PUBLISHED_VOCABULARIES = (TIKTOKEN_FILE, TEKKEN_FILE)
+# Files of some publishers only.
+_PUBLISHED_FILES = (TIKTOKEN_FILE, TEKKEN_FILE, PROCESSOR_TEMPLATE_FILE)
 # Fields that do not change any result: a file's writer, its origin and its dtype.
 _NOTES = frozenset(
     {
@@ -448,7 +448,7 @@ class Checkpoint:
             return digest.digest(), checksums
         for name in _SETTINGS_FILES:
             digest.update(f"{name} {json.dumps(self._facts_of(name), sort_keys=True)}\n".encode())
-        published = [name for name in _PUBLISHED_VOCABULARIES if (self.folder / name).is_file()]
+        published = [name for name in _PUBLISHED_FILES if (self.folder / name).is_file()]
         for name in (*_VOCABULARY_FILES, *published):
             path = self.folder / name
             content = path.read_bytes() if path.is_file() else b""

@@ -22,6 +22,8 @@ from corolla.chassis.errors import CheckpointError
 TIKTOKEN_FILE: Final = "tiktoken.model"
 TEKKEN_FILE: Final = "tekken.json"
 SENTENCEPIECE_FILE: Final = "tokenizer.model"
+PROCESSOR_TEMPLATE_FILE: Final = "chat_template.json"
+"""The template of a model that sees, where its tokenizer has none."""
 
 _MOST_BYTES: Final = 128 << 20
 _MOST_TOKENS: Final = 1 << 20
@@ -39,12 +41,21 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
         Exception: transformers cannot read it; its parsers raise many classes.
     """
     folder = Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-        for name, read in _READERS.items():
-            if (folder / name).is_file():
-                return _of_folder(folder, name, read)
-    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    name = next((each for each in _READERS if (folder / each).is_file()), None)
+    if name is None or (folder / "tokenizer.json").is_file():
+        loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    else:
+        loaded = _of_folder(folder, name, _READERS[name])
+    if loaded.chat_template is None and (file := folder / PROCESSOR_TEMPLATE_FILE).is_file():
+        loaded.chat_template = _template_of_processor(file)
     return cast(PreTrainedTokenizerBase, loaded)
+
+
+def _template_of_processor(file: Path) -> str:
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["chat_template"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read; fetch it again.") from error
 
 
 def tokenizer_text(hf_tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -67,7 +67,8 @@ class TextModel:
                 break
             shared = {name: inner[name] for name in _SHARED if inner.get(name) is not None}
             own = {name: value for name, value in inner[key].items() if value is not None or name not in shared}
-            inner = {"model_type": _default_type(str(inner.get("model_type")), key), **shared, **own}
+            outer = str(inner.get("model_type") or "")
+            inner = {"model_type": _default_type(outer, key) or outer, **shared, **own}
         return cls(inner, is_wrapped=inner is not stored)
 
     @property

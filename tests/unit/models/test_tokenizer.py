@@ -4,6 +4,7 @@
 """
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,18 @@ def test_templates_and_special_tokens_come_from_the_other_files(tmp_path: Path) 
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("[BOS]", "[EOS]", "{{ messages }}")
     first = len(GOLDEN["ranks"])
     assert tokenizer.decode([first + 2, 97, first + 10], skip_special_tokens=True) == "a<|tool_call_begin|>"
+
+
+def test_a_template_of_a_model_that_sees_is_the_tokenizers_where_it_has_none(tmp_path: Path) -> None:
+    folder = tekken_folder(tmp_path)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    assert load_tokenizer(folder).chat_template == "{{ messages }}"
+    (folder / "chat_template.jinja").write_text("own")
+    assert load_tokenizer(folder).chat_template == "own"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json cannot be read"):
+        load_tokenizer(folder)
 
 
 def test_a_tokenizer_json_is_read_first(tmp_path: Path) -> None:
