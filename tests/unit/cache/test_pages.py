@@ -237,7 +237,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=140, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 @given(st.integers(1, 1000), st.integers(1, 64), st.integers(0, 10_000))
