@@ -1,6 +1,5 @@
 """Writes tiny GGUF files, which llama.cpp's converter makes of tiny checkpoints."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -35,6 +34,8 @@ _FACTS: Final[Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
     "gemma3_text": ({"tie_word_embeddings": True, "layer_types": None, "vocab_size": 272}, {}),
     "glm4_moe_lite": ({"first_k_dense_replace": 1}, _SIGMOID),
     "gpt_oss": ({"layer_types": None}, {}),
+    # transformers has other names for these kinds of blocks.
+    "granitemoehybrid": ({"mamba_chunk_size": 256}, {"layer_types": ["mamba", "attention", "mamba", "mamba"]}),
     "hunyuan_v1_dense": (_DEFAULT_ROPE, {}),
     "hunyuan_v1_moe": (
         _DEFAULT_ROPE, {"moe_intermediate_size": [96] * 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4}
@@ -64,7 +65,7 @@ FAMILIES_OF_FILES: Final = (
     "granite", "granitemoe", "granitemoeshared", "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "seed_oss", "exaone4",
     "exaone_moe", "ministral3", "minimax_m2", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2",
     "lfm2_moe", "arcee", "starcoder2", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-    "kimi_linear",
+    "kimi_linear", "granitemoehybrid",
 )  # fmt: skip
 """The families of transformers of which files are made."""
 PACKED_FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "qwen3_moe")
@@ -118,14 +119,8 @@ def convert_tiny(
     settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes the GGUF file of a tiny checkpoint; see `make_tiny_gguf`. Returns `path`."""
-    config = source / "config.json"
-    own = config.read_text()
-    config.write_text(json.dumps({**json.loads(own), **(published or {})}))
-    try:
-        plain = path if kind == "F32" and not settings else path.with_name("plain.gguf")
-        convert(source, plain, "gpt-2")
-    finally:
-        config.write_text(own)
+    plain = path if kind == "F32" and not settings else path.with_name("plain.gguf")
+    convert(source, plain, "gpt-2", published or {})
     if plain != path:
         rewrite_gguf(plain, path, settings, kind=kind)
         plain.unlink()

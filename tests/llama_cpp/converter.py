@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -39,11 +39,12 @@ def _own_packages() -> Iterator[None]:
         sys.modules.update(others)
 
 
-def convert(folder: Path, path: Path, pre: str) -> None:
+def convert(folder: Path, path: Path, pre: str, published: Mapping[str, Any]) -> None:
     """Writes the GGUF file of a checkpoint, with matrices in float32.
 
     Args:
         pre: llama.cpp's name of the way in which the tokenizer splits a text, which it tells by the tokens of a text.
+        published: fields that config.json would have in a published checkpoint of this kind.
     """
     with _own_packages(), torch.inference_mode():
         import gguf
@@ -51,7 +52,7 @@ def convert(folder: Path, path: Path, pre: str) -> None:
         from conversion.base import logger
 
         logger.setLevel(logging.ERROR)
-        settings = ModelBase.load_hparams(folder, False)
+        settings = {**ModelBase.load_hparams(folder, False), **published}
         converter: Any = get_model_class(get_model_architecture(settings, ModelType.TEXT))
         model = converter(folder, gguf.LlamaFileType.ALL_F32, path, eager=True, hparams=settings)
         # Some models are converted by another object.

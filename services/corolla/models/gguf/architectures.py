@@ -332,6 +332,23 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
                        **_GRANITE_MOE.settings, "expert_shared_feed_forward_length": "shared_intermediate_size"
                    })),),
     ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        {
+            **_SCALES, **_LOCAL_EXPERTS, "expert_shared_feed_forward_length": "shared_intermediate_size",
+            "ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
+            "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "",
+        },
+        unless_said={"num_local_experts": 0, "num_experts_per_tok": 0},
+        names={
+            **_GRANITE_MOE_NAMES, "ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear",
+            "ffn_down": "shared_mlp.output_linear", "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d",
+            "ssm_dt.bias": "mamba.dt_bias", "ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
+        },
+        transforms={**_INTERLEAVED, "mamba.A_log": Transform.LOGARITHM}, biases=_ATTENTION_BIAS,
+        kinds=("linear_attention", "full_attention"),
+    ),
     "olmo": Architecture(
         "olmo", {"attention.clamp_kqv": "clip_qkv", _LAYER_EPSILON: ""}, transforms=_INTERLEAVED,
     ),

@@ -304,7 +304,14 @@ def _add_states(found: dict[str, Any], settings: Mapping[str, Any]) -> None:
     inner, heads, groups = (settings.get(f"ssm.{name}", 0) for name in ("inner_size", "time_step_rank", "group_count"))
     if not all(type(each) is int and each > 0 for each in (inner, heads, groups)) or inner % heads or heads % groups:
         raise _senseless(f"has {heads} heads of values for {groups} heads of keys, of {inner} numbers together")
-    found["linear_value_head_dim"] = inner // heads
+    if "mamba_n_heads" not in found:
+        found["linear_value_head_dim"] = inner // heads
+        return
+    if inner % found["hidden_size"]:
+        raise _senseless(f"has states of {inner} numbers in a model of the size {found['hidden_size']}")
+    found |= {"mamba_expand": inner // found["hidden_size"], "mamba_d_head": inner // heads}
+    is_rotated = settings.get("rope.scaling.finetuned", True)
+    found["position_embedding_type"] = "rope" if is_rotated else "nope"
 
 
 def _check_heads(found: dict[str, Any], settings: Mapping[str, Any], row: Architecture, architecture: str) -> None:

@@ -119,7 +119,7 @@ ORDERS: Final = frozenset(
 
 
 def fitted(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The tensor in a shape that differs from its own only by dimensions of 1; otherwise as it is.
+    """The tensor in a shape that differs from its own only by dimensions of 1, or is a list; otherwise as it is.
 
     Args:
         tensor: of any shape and dtype, on the CPU.
@@ -127,6 +127,7 @@ def fitted(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     Returns:
         `[*shape]`, of the same dtype, on the CPU.
     """
-    if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
+    is_list = [tensor.numel()] == list(shape)
+    if is_list or [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
         return tensor.reshape(tuple(shape))
     return tensor

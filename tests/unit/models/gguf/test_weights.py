@@ -74,6 +74,8 @@ def test_a_chain_of_a_file_equals_the_model_that_it_was_made_of(tmp_path: Path, 
     assert checkpoint.config.model_type == _READ_AS.get(family, family)
     if family not in _READ_AS:
         given, own = facts(AutoConfig.from_pretrained(source)), facts(checkpoint.config)
+        if family == "granitemoehybrid":
+            del given["max_position_embeddings"]  # without a rotary embedding, the converter stores another one
         assert {name: own.get(name) for name in given} == given
 
 
@@ -103,6 +105,7 @@ _YARN = {
         ("qwen3_next", {"num_key_value_heads": 1, "linear_num_value_heads": 6}),
         ("ernie4_5", {"use_bias": False}),
         ("cohere", {"use_qk_norm": False, "attention_bias": True}),
+        ("granitemoehybrid", {"num_local_experts": 0, "max_position_embeddings": 1 << 20}),
         ("llama", {"tie_word_embeddings": True, "head_dim": 32}),
         ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32}),
         ("hunyuan_v1_dense", {"hidden_size": 512, "head_dim": 128, "max_position_embeddings": 32768,
