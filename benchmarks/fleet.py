@@ -92,12 +92,12 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
             *await _refused(control, count),
         ]
         async with _client_services(address, model, options.clients) as clients:
+            found.append(await _spread(clients, count, options.sessions))
 
             async def by_client() -> None:
                 await clients[0].plan(num_tokens=0, record_id="", blocks=None)
 
             found += await _plans("client service", count, by_client, (1.0, 1000.0))
-            found.append(await _spread(clients, count, options.sessions))
         await control.close()
     return found
 

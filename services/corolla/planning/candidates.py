@@ -54,16 +54,27 @@ def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
     The bound is `MOST_TIMES_TYPICAL` times the median of what the other servers with the same weights report, or that
     median itself for a doubted server. If no other server has measured its speed, there is no bound.
     """
-    groups: dict[str, list[pb.PlacedServer]] = {}
+    groups: dict[str, list[tuple[pb.PlacedServer, float]]] = {}
     for each in servers:
-        groups.setdefault(each.server.fingerprint, []).append(each)
+        groups.setdefault(each.server.fingerprint, []).append((each, _claimed_speed(each)))
     bounds: dict[str, float] = {}
     for group in groups.values():
-        measured = sorted(speed for each in group if (speed := _claimed_speed(each)))
-        for each in group:
+        measured = sorted(speed for _, speed in group if speed)
+        for each, speed in group:
             times = 1.0 if each.doubted else MOST_TIMES_TYPICAL
-            bounds[each.server.server_id] = times * _median_of_others(measured, _claimed_speed(each))
+            bounds[each.server.server_id] = times * _median_of_others(measured, speed)
     return bounds
+
+
+def claimed_speeds(servers: Iterable[pb.PlacedServer], fingerprint: str) -> list[float]:
+    """Returns the speeds that servers with these weights have measured, sorted."""
+    alike = (each for each in servers if each.server.fingerprint == fingerprint)
+    return sorted(speed for each in alike if (speed := _claimed_speed(each)))
+
+
+def speed_among(server: pb.ServerDescription, others: Sequence[float]) -> float:
+    """Returns the speed that the planner would count of a server that joins others with these `claimed_speeds`."""
+    return min(server.decode_tokens_per_second, MOST_TIMES_TYPICAL * _median_of_others(others, 0.0))
 
 
 def _claimed_speed(placed: pb.PlacedServer) -> float:

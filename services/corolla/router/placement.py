@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Final
 
 from corolla.chassis.errors import SpanRefused
@@ -75,12 +75,12 @@ def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
 
     The time of the head counts as `head_blocks` more blocks.
     """
-    per_block = [0] * num_blocks
+    changes = [0] * (num_blocks + 1)
     for server in servers:
         share = server.share(num_blocks)
-        for block in range(server.span.start, min(server.span.end, num_blocks)):
-            per_block[block] += share
-    return per_block
+        changes[min(server.span.start, num_blocks)] += share
+        changes[min(server.span.end, num_blocks)] -= share
+    return list(accumulate(changes[:-1]))
 
 
 def choose_span(

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -14,14 +15,13 @@ from corolla.chassis.errors import (
     InvalidRequest,
     LeaseLost,
     LeaseTaken,
-    SpanRefused,
     StoreUnavailable,
 )
 from corolla.router.intervals import USUAL_INTERVALS
+from corolla.router.layout import Layout
 from corolla.router.mirror import Mirror, parsed
-from corolla.router.placement import choose_span
 from corolla.router.rebalancing import Move
-from corolla.router.roster import Roster, end_blocks_of, memory_of
+from corolla.router.roster import Roster
 from corolla.router.settings import ExpectedModel
 from corolla.router.store import Store
 from corolla.router.validation import check_expected
@@ -67,7 +67,10 @@ class Registry:
         self._read_whole_s = read_whole_s
         self._mirrors: dict[str, Mirror] = {}
         self._models = models
+        # The order of registrations, their number, and the layout with the last of them; by model.
         self._choosing: dict[str, asyncio.Lock] = {}
+        self._num_joining = Counter[str]()
+        self._layouts: dict[str, Layout] = {}
 
     async def register(self, server: pb.ServerDescription, wanted: Span | None, workload: str = "") -> Span:
         """Gives `server` a span and a lease; it replaces an earlier server at its address.
@@ -93,38 +96,52 @@ class Registry:
         check_expected(server, self._models)
         await self._store.remember_model(server.model)
         # Registrations of a model at one router wait for each other; between routers, the store decides.
-        async with self._choosing.setdefault(server.model, asyncio.Lock()):
-            for attempt in range(MOST_ATTEMPTS):
+        self._num_joining[server.model] += 1
+        try:
+            async with self._choosing.setdefault(server.model, asyncio.Lock()):
+                span = await self._place_now(server, wanted, lease, workload, replaces=replaces)
+        finally:
+            self._num_joining[server.model] -= 1
+            if not self._num_joining[server.model]:
+                # Loads change, and the next registration may come at any time.
+                del self._num_joining[server.model]
+                self._layouts.pop(server.model, None)
+        # The model is remembered once more, because a router may have forgotten it while it had no server.
+        await self._store.remember_model(server.model)
+        return span
+
+    async def _place_now(
+        self, server: pb.ServerDescription, wanted: Span | None, lease: bytes, workload: str, *, replaces: bool
+    ) -> Span:
+        for attempt in range(MOST_ATTEMPTS):
+            # If others have just joined, their layout needs no reading, unless the server replaces another one.
+            layout = self._layouts.pop(server.model, None)
+            if layout is None or layout.has(server):
                 roster = await self.snapshot(server.model)
                 if not replaces and roster.has_other_at_address(server):
                     raise LeaseTaken(_OTHER_AT_ADDRESS)
-                roster = roster.without(server)
-                span = _choose(roster, server, wanted)
-                if await self._commit(roster, server, span, lease, workload):
-                    # The model is remembered once more, because a router may have forgotten it while it had no server.
-                    await self._store.remember_model(server.model)
-                    return span
-                await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
+                layout = Layout(roster.without(server))
+            span = layout.choose(server, wanted)
+            if await self._commit(layout, server, span, lease, workload):
+                self._layouts[server.model] = layout
+                return span
+            await asyncio.sleep(random.uniform(0, min(_LONGEST_PAUSE_S, 0.001 * (attempt + 1))))
         raise StoreUnavailable("the placement changes too fast to register a server")
 
     async def _commit(
-        self, roster: Roster, server: pb.ServerDescription, span: Span, lease: bytes, workload: str
+        self, layout: Layout, server: pb.ServerDescription, span: Span, lease: bytes, workload: str
     ) -> bool:
         description = pb.PlacedServer(server=server, span=span.to_message())
         reply = await self._store.call(
-            "register",
-            server.model,
-            server.server_id,
-            server.address,
-            description.SerializeToString(),
-            lease,
-            server.num_model_blocks,
-            workload,
-            str(roster.version),
-            roster.last_change,
-        )
+            "register", server.model, server.server_id, server.address, description.SerializeToString(), lease,
+            server.num_model_blocks, workload, str(layout.version), layout.last_change,
+        )  # fmt: skip
         _check_theirs(reply)
-        return bool(reply == 1)
+        if not reply:
+            return False
+        version, last_change = reply
+        layout.add(server, span, int(version), last_change.decode())
+        return True
 
     async def heartbeat(self, beat: pb.HeartbeatRequest, workload: str = "") -> Span | None:
         """Renews a server's lease. An unknown server that describes itself is registered with the span that it holds.
@@ -263,26 +280,6 @@ class Registry:
         await self._store.forget_model(model)
         if (await self.snapshot(model)).is_known:
             await self._store.remember_model(model)
-
-
-def _choose(roster: Roster, server: pb.ServerDescription, wanted: Span | None) -> Span:
-    num_blocks = server.num_model_blocks
-    if roster.servers and roster.num_blocks != num_blocks:
-        raise SpanRefused(
-            f"the servers of this model have {roster.num_blocks} blocks, this one has {num_blocks}; "
-            "give it another model name or the same checkpoint"
-        )
-    if wanted is None:
-        hosted = roster.hosted(server.fingerprint)
-        return choose_span(
-            hosted, num_blocks, server.capacity_blocks, roster.speed_with(server), end_blocks_of(server),
-            memory_of(server), server.kind,
-        )  # fmt: skip
-    if wanted.end > num_blocks:
-        raise SpanRefused(f"span {wanted} reaches beyond the model's {num_blocks} blocks")
-    if len(wanted) > server.capacity_blocks:
-        raise SpanRefused(f"span {wanted} has {len(wanted)} blocks; the server has room for {server.capacity_blocks}")
-    return wanted
 
 
 def _check_theirs(reply: Any) -> None:

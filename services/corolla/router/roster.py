@@ -53,11 +53,6 @@ class Roster:
             if each.server.fingerprint == fingerprint
         ]
 
-    def speed_with(self, server: pb.ServerDescription) -> float:
-        """Returns the speed that counts for a server about to join, in tokens per second through one block."""
-        joining = pb.PlacedServer(server=server)
-        return counted_speed(joining, speed_bounds([*self.servers, joining])[server.server_id])
-
     def _speeds(self) -> dict[str, float]:
         bounds = speed_bounds(self.servers)
         return {each.server.server_id: counted_speed(each, bounds[each.server.server_id]) for each in self.servers}

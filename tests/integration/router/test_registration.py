@@ -17,6 +17,7 @@ from corolla.router.store import Store
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
+from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, refusal, spans
 from tests.integration.waiting import until
 
@@ -329,8 +330,9 @@ async def test_a_session_keeps_its_chain_while_it_lives(router: Router, model: s
 
 
 async def test_a_router_reads_an_adapter_once(
-    start_router: StartRouter, model: str, monkeypatch: pytest.MonkeyPatch
+    start_router: StartRouter, own_redis: EmbeddedRedis, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Other routers on the same Redis would read it, too.
     read: list[pb.RegisteredAdapter] = []
 
     def check(each: pb.RegisteredAdapter) -> pb.RegisteredAdapter:
@@ -338,7 +340,7 @@ async def test_a_router_reads_an_adapter_once(
         return each
 
     monkeypatch.setattr(mirror, "check", check)
-    router = await start_router()
+    router = await start_router(redis_url=own_redis.url)
     await BlockServer(router, model, capacity_blocks=30).join()
     adapter = pb.RegisteredAdapter(version=common_pb2.AdapterVersion(name="legal", digest="0" * 64), source="/adapters")
     await router.stub.AddAdapter(pb.AddAdapterRequest(model=model, adapter=adapter))

@@ -10,7 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from corolla.chassis.errors import SpanRefused
+from corolla.router.layout import Layout
 from corolla.router.placement import HostedSpan, WeightMemory, choose_span, throughput
+from corolla.router.roster import Roster
+from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span, gaps
 
 HEADS = st.sampled_from([0.0, 0.0, 0.4, 3.0, 20.0])
@@ -213,3 +216,36 @@ def test_a_new_server_fills_the_gap_that_fits_its_capacity() -> None:
     # Gaps 0:5 and 8:11: three blocks fill the second whole, so that five find the first whole.
     servers = [HostedSpan(Span(5, 8), 1.0), HostedSpan(Span(11, 20), 3.0)]
     assert str(choose_span(servers, 20, 3, 1.0)) == "8:11"
+
+
+joining_servers = st.builds(
+    pb.ServerDescription,
+    fingerprint=st.sampled_from("ffg"), num_model_blocks=st.just(12), capacity_blocks=st.integers(1, 12),
+    decode_tokens_per_second=st.sampled_from([0.0, 1.0, 2.0, 30.0]), head_blocks=HEADS,
+    weight_blocks=st.sampled_from([0.0, 8.0]), kind=st.sampled_from(["", "a", "b"]),
+)  # fmt: skip
+
+
+@given(st.lists(joining_servers, max_size=4), st.lists(joining_servers, max_size=6))
+def test_servers_that_join_in_a_row_get_the_spans_that_they_would_get_alone(
+    earlier: list[pb.ServerDescription], later: list[pb.ServerDescription]
+) -> None:
+    """Where no speed is beyond belief: what is believed of a server depends on who is there when it joins."""
+    placed: list[pb.PlacedServer] = []
+    in_a_row: Layout | None = None
+    for number, server in enumerate([*earlier, *later]):
+        server.server_id, server.address = f"s{number}", f"host-{number}:1"
+        alone = Layout(Roster("m", number, 12, tuple(placed)))
+        if number == len(earlier):
+            in_a_row = alone
+        assert not alone.has(server)
+        try:
+            span = alone.choose(server, None)
+        except SpanRefused:
+            continue
+        placed.append(pb.PlacedServer(server=server, span=span.to_message()))
+        if in_a_row is not None:
+            assert in_a_row.choose(server, None) == span
+            in_a_row.add(server, span, number + 1, f"{number}-0")
+            assert in_a_row.has(server)
+            assert (in_a_row.version, in_a_row.last_change) == (number + 1, f"{number}-0")

@@ -1,7 +1,8 @@
 -- Registers a server with its span, if spans and speeds are still those on which the span was chosen.
 -- ARGV: server id, address, description, lease, number of blocks, the caller's workload or '', the version on which the
 -- span was chosen, and the id of its change.
--- Returns 1; 0 if spans or speeds are others; 3 if another workload registered this server, or the one at its address.
+-- Returns the new version and the id of its change; 0 if spans or speeds are others; 3 if another workload registered
+-- this server, or the one at its address.
 if not only_changes_since(ARGV[8], ARGV[7], {[STATE] = true, [READY] = true}) then return 0 end
 local server_id, address = ARGV[1], ARGV[2]
 local older = redis.call('HGET', ADDRESSES, address)
@@ -22,4 +23,4 @@ end
 hear(server_id, ARGV[4])
 redis.call('HSET', PLACEMENT, 'blocks', ARGV[5])
 changed(server_id)
-return 1
+return {version(), last_change()}
