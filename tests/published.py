@@ -9,6 +9,7 @@ save a model, unless a row names another source. Numbers are random.
 import functools
 import json
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -32,7 +33,7 @@ from corolla.models.span_model import load_span
 from corolla.models.tokenizer import load_tokenizer
 from corolla.models.wrappers import ALIASES
 from corolla.wire.span import Span
-from tests.checkpoints import SHAPE, YARN, draw_weights, make_tokenizer, tiny_config
+from tests.checkpoints import SHAPE, VOCAB_SIZE, YARN, draw_weights, make_tokenizer, tiny_config
 from tests.quantized_checkpoints import FORMATS, INDEX, edit_config, mxfp4, pack_checkpoint
 from tests.vocabularies import tekken_folder, tiktoken_folder
 
@@ -74,11 +75,12 @@ class Published:
         model_type: that of `config.json`; empty: the family's, or there is none.
         text: further settings of the language model.
         vision: the settings of the part that sees; None: there is none.
+        outer: further settings of the whole model.
         weights: how the table names the format of the weights.
         made: a key of FORMATS, or `mxfp4`; None: the weights are plain.
         plain: parts of the names of modules that the publisher left plain.
         vocabulary: writes the file that the publisher gives in place of a `tokenizer.json`.
-        is_mistral_format: whether the files are those of Mistral's own format.
+        rewrite: writes a checkpoint that transformers saved in the published form, which its class does not read.
         change: changes the folder after it was saved, where the published files differ from what transformers saves.
     """
 
@@ -92,7 +94,8 @@ class Published:
     plain: tuple[str, ...] = ()
     vocabulary: Callable[[Path], Path] | None = None
     change: Callable[[Path], None] | None = None
-    is_mistral_format: bool = False
+    rewrite: Callable[[Path, Path], None] | None = None
+    outer: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _kimi(folder: Path) -> None:
@@ -131,6 +134,19 @@ def _further_block(folder: Path) -> None:
         return {name: tensor, f"{further}{rest}": tensor, **own}
 
     _change(folder, add)
+
+
+def _write_omni(source: Path, folder: Path) -> None:
+    """Writes what thinks as a part of a model that also speaks."""
+    shutil.copytree(source, folder)
+    thinker = json.loads((source / "config.json").read_text())
+    whole = {"model_type": "qwen3_omni_moe", "thinker_config": thinker, "talker_config": {}, "code2wav_config": {}}
+    (folder / "config.json").write_text(json.dumps(whole))
+
+    def prefixed(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {f"thinker.{name.removeprefix('thinker.')}": tensor, "talker.model.norm.weight": torch.ones(64)}
+
+    _change(folder, prefixed)
 
 
 # Public code that reads Mistral's files: mistral-inference (transformer_layers.py), vLLM (configs/mistral.py there).
@@ -216,6 +232,13 @@ _MISTRAL_LARGE_3: Final = {
     "quantization": {"qformat_weight": "fp8_e4m3"},
     "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192},
 }  # fmt: skip
+_OMNI: Final = {
+    "vision_start_token_id": VOCAB_SIZE - 1,
+    "audio_config": {
+        "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 16,
+        "downsample_hidden_size": 8, "output_dim": 64, "max_source_positions": 64,
+    },
+}  # fmt: skip
 _GEMMA4_VISION: Final = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2, "head_dim": 16,
@@ -268,6 +291,14 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Qwen3-VL-32B", "qwen3", "qwen3_vl",
         {"model_type": "qwen3_vl_text", **_sections(4, 2, 2, **_INTERLEAVED)}, _QWEN_VISION,
     ),
+    Published(
+        "Qwen3-Omni-30B-A3B", "qwen3_moe", "qwen3_omni_moe_thinker",
+        {
+            "model_type": "qwen3_omni_moe_text", "num_experts": 4, "mlp_only_layers": [],
+            **_sections(4, 2, 2, **_INTERLEAVED),
+        },
+        {**_QWEN_VISION, "deepstack_visual_indexes": []}, rewrite=_write_omni, outer=_OMNI,
+    ),
     Published("Qwen3.5-27B", "qwen3_5_text", "qwen3_5", _QWEN3_5, _QWEN_VISION),
     Published("Qwen3.5-397B-A17B", "qwen3_5_moe_text", "qwen3_5_moe", _QWEN3_5, _QWEN_VISION),
     Published(
@@ -311,12 +342,13 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL, vocabulary=tekken_folder),
     Published(
         "Magistral-Small, in Mistral's own files", "mistral", text={"head_dim": 32}, vocabulary=tekken_folder,
-        is_mistral_format=True,
+        rewrite=_write_consolidated,
     ),
     Published(
-        "Ministral-3-14B-BF16, in Mistral's own files", "ministral3", vocabulary=tekken_folder, is_mistral_format=True,
+        "Ministral-3-14B-BF16, in Mistral's own files", "ministral3", vocabulary=tekken_folder,
+        rewrite=_write_consolidated,
     ),
-    Published("Mistral-Large-3", "", "", _MISTRAL_LARGE_3, weights="FP8", is_mistral_format=True),
+    Published("Mistral-Large-3", "", "", _MISTRAL_LARGE_3, weights="FP8"),
     Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
     Published("Devstral-2-123B", "ministral3", weights="FP8", made="fp8-one-scale"),
     Published("Mistral-Small-4", "mistral4", "mistral3", vision=_PIXTRAL),
@@ -354,9 +386,9 @@ class Row:
             made = mxfp4() if published.made == "mxfp4" else FORMATS[published.made]()
             pack_checkpoint(self.folder, packed, self._expanded, made, plain=(*_SEEING, *published.plain))
             self.folder = packed
-        if published.is_mistral_format and published.family:
-            self.folder = folder / "consolidated"
-            _write_consolidated(self._expanded, self.folder)
+        if published.rewrite is not None:
+            self.folder = folder / "published"
+            published.rewrite(self._expanded, self.folder)
         if published.vocabulary is not None:
             (self.folder / "tokenizer.json").unlink(missing_ok=True)
             published.vocabulary(self.folder)
@@ -391,10 +423,10 @@ class Row:
         settings |= {"model_type": published.family, "pad_token_id": None, **tokens, **published.text}
         if self._model_type not in {*CONFIG_MAPPING, *ALIASES}:
             self.folder.mkdir()
-            if published.is_mistral_format:
-                (self.folder / "params.json").write_text(json.dumps(dict(published.text)))
-            else:
+            if self._model_type:
                 (self.folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
+            else:
+                (self.folder / "params.json").write_text(json.dumps(dict(published.text)))
             return
         if published.vision is None:
             # transformers has no class for a type that is another one's alias.
@@ -403,8 +435,9 @@ class Row:
         else:
             tied = settings["tie_word_embeddings"]
             config = library.for_model(
-                self._model_type, text_config=settings, vision_config=dict(published.vision), tie_word_embeddings=tied
-            )
+                self._model_type, text_config=settings, vision_config=dict(published.vision), tie_word_embeddings=tied,
+                **published.outer,
+            )  # fmt: skip
         model = self._library.from_config(config)
         draw_weights(model, 0, 1.6)
         if settings["tie_word_embeddings"]:
@@ -464,7 +497,9 @@ class Row:
     def line(self) -> str:
         """The row of the table."""
         published, refusal = self.published, self.refusal
-        cells = [published.name, self._model_type and f"`{self._model_type}`", published.weights]
+        config = self.folder / "config.json"
+        model_type = f"`{json.loads(config.read_text())['model_type']}`" if config.is_file() else ""
+        cells = [published.name, model_type, published.weights]
         if refusal is None:
             is_whole = all(runner.model.fused is not None for runner in self._chain[1])
             load_tokenizer(self.folder)

@@ -18,6 +18,7 @@ ALIASES: Final[Mapping[str, Mapping[str, Any]]] = {
     "glm4v_moe_text": {"model_type": "glm4_moe", "use_qk_norm": False},
     "kimi_k2": {"model_type": "deepseek_v3"},
     "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen3_omni_moe_text": {"model_type": "qwen3_moe"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "qwen3_vl_text": {"model_type": "qwen3"},
 }
@@ -37,11 +38,11 @@ _MOST_NESTED: Final = 3
 # The parts of a name that only say that what follows belongs to the language model.
 _PREFIX: Final = re.compile(r"(?:(?:model|thinker|language_model|text_model|language|llm)\.)+")
 _INNER_PREFIX: Final = re.compile(r"(?:thinker|language_model|text_model|language|llm)\.")
-# No text reaches these parts: they see, hear, or lead from there to the language model.
+# No text reaches these parts: they see, hear, speak, or lead from there to the language model.
 _OTHER_PART: Final = re.compile(
     r"(?:.*\.)?(visual|vision_tower|vision_model|vision_embed_tokens|vision_embedder|multi_modal_projector"
     r"|mm_projector|patch_merge_mlp|audio_tower|audio_model|embed_vision|embed_audio|connector"
-    r"|vision_encoder|vision_language_adapter|patch_merger|pre_mm_projector_norm)\..*"
+    r"|talker|code2wav|vision_encoder|vision_language_adapter|patch_merger|pre_mm_projector_norm)\..*"
 )
 
 
