@@ -27,7 +27,7 @@ FAST = {
     "host": "127.0.0.1", "port": 0, "metrics_host": "127.0.0.1", "lease_ms": 60_000, "load_push_interval_s": 0.3,
     "grace_s": 0.5,
 }  # fmt: skip
-FAST_INTERVALS = RouterIntervals(relist_s=0.1, read_whole_s=0.3, settle_s=0.1, between_moves_s=0.5)
+FAST_INTERVALS = RouterIntervals(relist_s=0.1, read_whole_s=0.15, settle_s=0.1, between_moves_s=0.5)
 
 
 CLOCK = "set-clock:"

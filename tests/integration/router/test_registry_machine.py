@@ -71,7 +71,7 @@ class World(RuleBasedStateMachine):
         self.newest: dict[str, Incarnation] = {}
         self.older: list[Incarnation] = []
         self.saved: dict[bytes, bytes] | None = None
-        self.version = 0
+        self.version = self.num_beats = 0
         self.run(self.set_clock())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -258,7 +258,9 @@ class World(RuleBasedStateMachine):
         )  # fmt: skip
 
     def heartbeat(self, server: Incarnation, *, in_full: bool) -> pb.HeartbeatRequest:
-        beat = pb.HeartbeatRequest(model=self.model, server_id=server.server_id, state=server.state)
+        self.num_beats += 1
+        load = pb.ServerLoad(heartbeat_number=self.num_beats)
+        beat = pb.HeartbeatRequest(model=self.model, server_id=server.server_id, state=server.state, load=load)
         if in_full:
             beat.server.CopyFrom(self.described(server))
             beat.span.CopyFrom(common_pb2.BlockSpan(start=server.span.start, end=server.span.end))

@@ -201,7 +201,7 @@ async def test_a_key_of_another_type_costs_its_model_only(pair: Pair, key: str) 
         assert (await refusal(BlockServer(pair.router, pair.model).register())).reason == "INTERNAL"
     else:
         # A router reads what has not changed with the next whole placement.
-        await asyncio.sleep(2 * FAST_INTERVALS.read_whole_s)
+        await asyncio.sleep(FAST_INTERVALS.read_whole_s)
         assert (await refusal(plan(pair.router, pair.model))).reason == "INTERNAL"
         await pair.until_counted("key", 5)
     await pair.check_that_all_goes_on()
