@@ -25,7 +25,8 @@ class Transform(StrEnum):
     COLUMNS = "columns"
     """Experts are transposed, and columns of several stored ones alternate."""
     HEADS = "heads"
-    """Queries, keys, values and gates stand together for each head of keys, and one after the other in the file."""
+    """Queries, keys, values and gates stand together for each head of keys, also in older files; in others, they are
+    queries, keys and values, and gates."""
     TILED = "tiled"
     """Heads of values stand together by their heads of keys, and by their numbers at each of these in the file."""
     TILED_VALUES = "tiled values"
@@ -53,6 +54,7 @@ class Architecture:
         variants: rows for some files of this architecture: the first whose test of the file's settings is true.
         has_windows: whether blocks may have a window.
         pattern: every so many blocks, one has no window. None: all blocks have the same.
+        scales_whole: whether only the rotary embedding of blocks without a window is scaled.
         rotates_part: whether a rotary embedding may rotate only some numbers of a head.
         gating: the number of the function that makes experts' weights from scores, in llama.cpp; None: its graph has
             just one.
@@ -70,6 +72,7 @@ class Architecture:
     variants: tuple[tuple[Callable[[Mapping[str, Any]], bool], "Architecture"], ...] = ()
     has_windows: bool = False
     pattern: int | None = None
+    scales_whole: bool = False
     rotates_part: bool = False
     gating: int | None = None
     kinds: tuple[str, str] | None = None
@@ -227,8 +230,8 @@ _QWEN3_NEXT: Final = Architecture(
     names={
         **_SHARED_EXPERT, "ssm_conv1d": "linear_attn.conv1d", "ssm_dt.bias": "linear_attn.dt_bias",
         "ssm_a": "linear_attn.A_log", "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
-        "ssm_ba": "linear_attn.in_proj_ba", "attn_qkv": "linear_attn.in_proj_qkvz",
-        "attn_gate": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+        **dict.fromkeys(("ssm_in", "attn_qkv", "attn_gate"), "linear_attn.in_proj_qkvz"),
     },
     transforms={
         **_GEMMA_NORMS, "linear_attn.A_log": Transform.LOGARITHM, "linear_attn.in_proj_qkvz": Transform.HEADS,
@@ -355,7 +358,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "olmo2": replace(
         _OLMO2,
         variants=((lambda settings: "attention.sliding_window" in settings,
-                   replace(_OLMO2, model_type="olmo3", has_windows=True, pattern=4)),),
+                   replace(_OLMO2, model_type="olmo3", has_windows=True, pattern=4, scales_whole=True)),),
     ),
     "olmoe": Architecture("olmoe", _EXPERTS, {"norm_topk_prob": False}),
     "smollm3": Architecture(

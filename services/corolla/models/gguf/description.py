@@ -171,6 +171,12 @@ def configuration(header: GgufHeader) -> dict[str, Any]:
     scaling = _rotary_scaling(header, found, settings, row)
     if scaling:
         found["rope_scaling"] = scaling
+    if row.scales_whole:
+        plain = {"rope_type": "default", "rope_theta": found.pop("rope_theta")}
+        found["rope_parameters"] = {
+            "full_attention": {**plain, **found.pop("rope_scaling", {})},
+            "sliding_attention": plain,
+        }
     if scaling.get("rope_type") == "longrope":
         found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     held = {match["name"] for name in header.tensors if (match := _BLOCK.fullmatch(name))}
@@ -387,6 +393,7 @@ def _rotary_scaling(
     is_long = kind == "longrope" or bool(by_length)
     known = {"type", "factor", "attn_factor", "original_context_length", "finetuned"}
     known |= {key.removeprefix(prefix) for key in row.settings if key.startswith(prefix)}
+    known |= {"yarn_attn_factor"} if kind == "yarn" else set()
     others = sorted(stated.keys() - known)
     if attention_factor != 1.0 and kind != "yarn" and not is_long:
         others.append("attn_factor")
@@ -409,6 +416,8 @@ def _stated_scaling(
     if kind == "yarn":
         if "original_context_length" in stated:
             found["original_max_position_embeddings"] = stated["original_context_length"]
+        if (whole := stated.get("yarn_attn_factor")) is not None:
+            found["attention_factor"] = whole
         if stated.get("attn_factor", 1.0) != 1.0:
             found["attention_factor"] = stated["attn_factor"] * (0.1 * math.log(factor) + 1.0)
         found |= _yarn_of(row, stated, settings)

@@ -72,6 +72,8 @@ def _columns(parts: Sequence[Tensor], config: Any) -> Tensor:
 
 
 def _heads(parts: Sequence[Tensor], config: Any) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
     mixed, gates = parts
     num_heads, width = config.linear_num_key_heads, config.linear_key_head_dim
     queries, keys, values = mixed.tensor_split((num_heads * width, 2 * num_heads * width))

@@ -61,6 +61,10 @@ def described(
             {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 0.5},
             {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5 * (1 + 0.1 * math.log(4.0))},
         ),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__yarn_attn_factor": 1.25},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
+        ),
     ],
 )
 def test_positions_are_scaled_as_llama_cpp_scales_them(

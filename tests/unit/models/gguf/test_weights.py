@@ -47,8 +47,13 @@ def logits(checkpoint: Checkpoint, token_ids: list[int], spans: list[Span]) -> t
 def facts(config: Any) -> dict[str, Any]:
     """What a configuration says that may change an answer, without what the defaults of transformers say, too."""
     found = {name: value for name, value in config.to_dict().items() if name not in _NOTES and value is not None}
-    rope = found.get("rope_parameters", {})
-    return {**found, "rope_parameters": {name: rope[name] for name in rope if rope[name] != _ROPE.get(name)}}
+    return {**found, "rope_parameters": unusual(found.get("rope_parameters", {}))}
+
+
+def unusual(rope: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a rotary embedding, or of one for each kind of blocks, that are not the default ones."""
+    of_kinds = {kind: unusual(each) for kind, each in rope.items() if isinstance(each, dict)}
+    return of_kinds or {name: value for name, value in rope.items() if value != _ROPE.get(name)}
 
 
 # Where a configuration comes from and which class reads it; fields that the families do not read, or read for no file.
@@ -105,6 +110,24 @@ _YARN = {
         ("qwen3_next", {"num_key_value_heads": 1, "linear_num_value_heads": 6}),
         ("ernie4_5", {"use_bias": False}),
         ("cohere", {"use_qk_norm": False, "attention_bias": True}),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+            },
+        ),
+        (
+            "olmo3",
+            {
+                "rope_parameters": {
+                    "full_attention": {**_YARN, "attention_factor": 1.2},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+            },
+        ),
         ("granitemoehybrid", {"num_local_experts": 0, "max_position_embeddings": 1 << 20}),
         ("llama", {"tie_word_embeddings": True, "head_dim": 32}),
         ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32}),
