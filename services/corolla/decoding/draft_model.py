@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.cut_model import build, model_class_of
+from corolla.models.cut_model import build
+from corolla.models.empty_model import model_class_of
 from corolla.models.families import recurrent_layers
 from corolla.models.loading import LOADING
 from corolla.models.tokenizer import load_tokenizer

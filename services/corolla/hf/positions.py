@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
 from corolla.models.checkpoint import context_length_of
-from corolla.models.cut_model import model_class_of, without_weights
+from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import family_of, recurrent_layers
 from corolla.models.visible_tokens import attention_windows
 

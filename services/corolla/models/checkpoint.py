@@ -25,6 +25,7 @@ from corolla.models.families import (
     family_of,
     pageless_layers,
     short_factor_length,
+    short_reason,
     stretched_lengths,
     why_unsupported,
 )
@@ -106,24 +107,6 @@ _MOST = {
 # What wrappers of training put before the names of a model's tensors.
 _WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.model.")
 _SAMPLE_BYTES = 256
-_MAX_REASON = 200
-
-
-def short_reason(error: Exception) -> str:
-    """What an error of transformers says, in one line that is not long."""
-    return " ".join(str(error).split())[:_MAX_REASON]
-
-
-def code_failed(config: PretrainedConfig, what: str, error: Exception) -> str:
-    """The sentence for a configuration with which the family's code fails.
-
-    Args:
-        what: what the code does, such as "cannot build what config.json describes".
-    """
-    return (
-        f"The code of {config.model_type} models in transformers {what} "
-        f"({type(error).__name__}: {short_reason(error)}); correct it."
-    )
 
 
 def context_length_of(config: PretrainedConfig) -> int:

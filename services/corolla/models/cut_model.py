@@ -1,7 +1,6 @@
 """Builds a family's own model with only some of its layers: it is cut before any weight is read, then filled."""
 
 import contextlib
-import copy
 import functools
 import logging
 import re
@@ -15,8 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import PACKED
-from corolla.models.checkpoint import Checkpoint, code_failed
+from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import ChangeModule, ChunkedTensor, read_deferred
+from corolla.models.empty_model import without_weights
 from corolla.models.families import Family, recurrent_layers
 from corolla.models.loading import LOADING
 from corolla.models.merged_experts import merged, renamed_by
@@ -41,11 +41,6 @@ _SPREAD: Final = 0.02
 # Random weights repeat after this many numbers, a prime, so that the rows of a matrix, and thereby experts, differ.
 # Drawing all weights of a block could take minutes, and twice its memory in float32.
 _NUM_MADE_UP: Final = (1 << 20) - 3
-
-
-def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that an `AutoModel...` of transformers would build for a configuration."""
-    return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
 
 
 def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
@@ -306,19 +301,6 @@ class _MadeUp:
 
     def __getitem__(self, index: Any) -> Tensor:
         return _filled(self._shape, self._numbers)[index]
-
-
-def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model without weights, on the meta device.
-
-    Raises:
-        CheckpointError: the family's code cannot build a model of this configuration.
-    """
-    try:
-        with torch.device("meta"):
-            return cast(PreTrainedModel, cast(Any, model_class)(copy.deepcopy(config)))  # building may change it
-    except Exception as error:  # such as a KeyError for a kind of layer that the family does not have
-        raise CheckpointError(code_failed(config, "cannot build what config.json describes", error)) from error
 
 
 def _filled(shape: Sequence[int], numbers: Tensor) -> Tensor:

@@ -28,11 +28,10 @@ from corolla.models.cut_model import (
     ignored_names,
     keep_layers,
     keep_layers_of_config,
-    model_class_of,
     refuse_leftovers,
     renaming,
-    without_weights,
 )
+from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import Family
 from corolla.models.invariant import invariant_norm
 from corolla.models.linear import DenseLinear, choose_products, replace_linears, ways_by_shape

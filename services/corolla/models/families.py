@@ -383,3 +383,23 @@ def rope_types(config: PretrainedConfig) -> Iterator[str]:
     for inner in parameters.values():
         if isinstance(inner, Mapping) and "rope_type" in inner:
             yield str(inner["rope_type"])
+
+
+_MAX_REASON = 200
+
+
+def short_reason(error: Exception) -> str:
+    """What an error of transformers says, in one line that is not long."""
+    return " ".join(str(error).split())[:_MAX_REASON]
+
+
+def code_failed(config: PretrainedConfig, what: str, error: Exception) -> str:
+    """The sentence for a configuration with which the family's code fails.
+
+    Args:
+        what: what the code does, such as "cannot build what config.json describes".
+    """
+    return (
+        f"The code of {config.model_type} models in transformers {what} "
+        f"({type(error).__name__}: {short_reason(error)}); correct it."
+    )

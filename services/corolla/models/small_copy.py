@@ -12,7 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.cut_model import keep_layers_of_config, make_up, model_class_of
+from corolla.models.cut_model import keep_layers_of_config, make_up
+from corolla.models.empty_model import model_class_of
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
 

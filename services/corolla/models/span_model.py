@@ -23,10 +23,9 @@ from corolla.models.cut_model import (
     keep_layers_of_config,
     kind_of_layer,
     make_up,
-    model_class_of,
     refuse_absurd,
-    without_weights,
 )
+from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import DenseLinear, choose_products, replace_linears

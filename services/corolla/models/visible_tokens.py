@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import AttentionMaskInterface, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from corolla.chassis.errors import UnsupportedFamily
-from corolla.models.checkpoint import code_failed, context_length_of
-from corolla.models.families import Family
+from corolla.models.checkpoint import context_length_of
+from corolla.models.families import Family, code_failed
 
 # Under this name of an attention implementation, transformers asks `_describe` for masks.
 _ASKED: Final = "corolla_asked"

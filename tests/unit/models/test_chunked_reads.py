@@ -14,9 +14,9 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models import chunked_reads
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import ChunkedTensor, open_tensors
-from corolla.models.cut_model import model_class_of
 from corolla.models.demo import DEMO_MODEL
 from corolla.models.edges import load_edges
+from corolla.models.empty_model import model_class_of
 from corolla.models.families import FAMILIES
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span

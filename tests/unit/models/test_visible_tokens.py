@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.cut_model import model_class_of, without_weights
+from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import FAMILIES
 from corolla.models.visible_tokens import attention_windows
 from tests.checkpoints import make_long_rope_checkpoint, tiny_config

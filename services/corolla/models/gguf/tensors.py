@@ -18,7 +18,7 @@ from transformers.integrations.gguf import dequant
 from corolla.chassis.errors import CheckpointError, InternalError, StartupError
 from corolla.kernels.layouts import LAYOUTS, Layout
 from corolla.kernels.repacking import Panels, repack
-from corolla.models.cut_model import model_class_of, without_weights
+from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import FAMILIES
 from corolla.models.gguf.architectures import NAMES, Transform
 from corolla.models.gguf.description import FACTORS, blocks_of, row_of
