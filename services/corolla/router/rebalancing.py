@@ -75,7 +75,7 @@ def next_move(
             makes a pair.
         max_layouts: The approximate number of layouts to search.
     """
-    pool = _Pool(members, num_blocks)
+    pool = Pool(members, num_blocks)
     goal, step = _search(pool, max_layouts)
     if step is None:
         return None
@@ -115,7 +115,7 @@ class _Coverage:
         return self.num_apart + num_lone // 2 - self._lone[group] // 2
 
 
-class _Pool:
+class Pool:
     """The servers, and the facts that are the same in all layouts."""
 
     def __init__(self, members: Sequence[Member], num_blocks: int) -> None:
@@ -200,7 +200,7 @@ def _worth(per_block: list[int], num_apart: int) -> _Worth:
     return len(per_block) - per_block.count(0), -num_apart, min(per_block)
 
 
-def _search(pool: _Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
+def _search(pool: Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
     """Returns the best layout's worth, and the first step of a shortest way there; None: it is the present one."""
     coverage = pool.coverage(pool.layout)
     best: tuple[_Worth, _Step | None] = (coverage.worth, None)

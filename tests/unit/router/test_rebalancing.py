@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, choose_span, throughput
-from corolla.router.rebalancing import MAX_LAYOUTS, Member, Move, _Pool, next_move
+from corolla.router.rebalancing import MAX_LAYOUTS, Member, Move, Pool, next_move
 from corolla.router.roster import Roster
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -187,13 +187,13 @@ def test_of_a_large_fleet_a_bounded_number_of_layouts_is_looked_at(
     num_speeds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = Counter[str]()
-    worth_after = _Pool.worth_after
+    worth_after = Pool.worth_after
 
-    def counted(pool: _Pool, *given: Any) -> tuple[int, int, int]:
+    def counted(pool: Pool, *given: Any) -> tuple[int, int, int]:
         looks["layouts"] += 1
         return worth_after(pool, *given)
 
-    monkeypatch.setattr(_Pool, "worth_after", counted)
+    monkeypatch.setattr(Pool, "worth_after", counted)
     spans = [Span(start, start + 10) for start in range(0, 70, 10)]
     members = [member(number, spans[number % 7], 100.0 + number % num_speeds) for number in range(400)]
     move = next_move(members, 80, min_gain=0.25)
