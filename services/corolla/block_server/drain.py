@@ -11,6 +11,7 @@ from typing import Final
 from corolla.block_server.engine import Engine
 from corolla.block_server.handover.plan import peers_for
 from corolla.block_server.handover.sender import HandoverLink, HandoverSender
+from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import HopSession, SessionState
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
@@ -56,6 +57,7 @@ class Drain:
     metrics: BlockServerMetrics
     connect: Connect = connect
     numerics: Numerics = UNKNOWN
+    standbys: Standbys | None = None
     # Maps each session that was handed over to its version here and the server that has it now.
     _moved: dict[bytes, tuple[int, common_pb2.Hop]] = field(init=False, default_factory=dict)
 
@@ -93,8 +95,13 @@ class Drain:
 
     async def _round(self) -> None:
         """Tries to hand over each session that is still served here."""
-        # Unclaimed sessions stay: the client of one that has arrived opens it here soon; the others are incomplete.
-        waiting = [session for session in self.sessions if not session.is_leaving and not session.is_unclaimed]
+        # Unclaimed sessions stay: the client of one that has arrived opens it here soon; the others are incomplete. The
+        # clients of sessions for which this server stands by name other standbys.
+        waiting = [
+            session
+            for session in self.sessions
+            if not (session.is_leaving or session.is_unclaimed or session.state is SessionState.STANDBY)
+        ]
         # The turns of these sessions ended before their clients were notified.
         ended = [session for session in self.sessions if session.is_idle and self._has_moved(session)]
         if not waiting and not ended:
@@ -147,6 +154,8 @@ class Drain:
             servers, self.server.fingerprint, request.blocks, num_tokens, {self.server.server_id},
             is_guaranteed=request.tenant in self.sessions.guarantees, numerics=self.numerics,
         )  # fmt: skip
+        standby_address = "" if self.standbys is None else self.standbys.release(request.session_id, version)
+        usable.sort(key=lambda each: each.server.address != standby_address)
         outcome = "refused" if usable else "no_peer"
         for each in usable:
             hop = common_pb2.Hop(
@@ -215,7 +224,7 @@ class Drain:
     @property
     def num_left(self) -> int:
         """The number of sessions that no other server has."""
-        return sum(not session.is_leaving for session in self.sessions)
+        return sum(not session.is_leaving and session.state is not SessionState.STANDBY for session in self.sessions)
 
     def _has_moved(self, session: HopSession[SessionCache]) -> bool:
         moved = self._moved.get(session.request.session_id)

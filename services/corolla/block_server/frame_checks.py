@@ -72,8 +72,21 @@ class FrameChecks:
             raise MalformedMessage("sampler", "must be sent to the last hop only, which chooses the tokens")
         if request.owner != peer.owner:
             raise CapabilityDenied("the session's capability belongs to another owner than this stream")
+        transfer_id = control.standby_transfer_id
+        if len(transfer_id) not in (0, ID_BYTES) or (transfer_id and control.HasField("sampler")):
+            raise MalformedMessage("standby_transfer_id", f"must have {ID_BYTES} bytes, and a standby has no sampler")
         text = self._text(control, request.blocks)
-        return replace(request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer))
+        return replace(
+            request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer),
+            standby_transfer_id=transfer_id,
+        )  # fmt: skip
+
+    def standby(self, control: pb.Standby) -> None:
+        """Checks the frame that names a session's standby."""
+        if len(control.session_id) != ID_BYTES or len(control.transfer_id) != (
+            ID_BYTES if control.HasField("hop") else 0
+        ):
+            raise MalformedMessage("transfer_id", f"must have {ID_BYTES} bytes, like the session's id")
 
     def handover_request(self, control: pb.Handover, payload: Buffer, peer: Peer) -> OpenRequest:
         """Returns the request for a session that another server offers. Raises CapabilityDenied or RoleDenied."""

@@ -33,6 +33,8 @@ class SessionState(Enum):
     """The session was just made and holds nothing; no table contains it yet."""
     ARRIVING = "arriving"
     """Another server hands the session over. The part that has arrived cannot be used yet."""
+    STANDBY = "standby"
+    """Another hop copies its session here while the answer goes on. It takes no steps until its client opens it."""
     UNCLAIMED = "unclaimed"
     """The whole session has arrived in mid-answer. Its client should open it here soon."""
     RUNNING = "running"
@@ -53,6 +55,8 @@ class SessionEvent(Enum):
     """An event that changes the state of a session on a hop."""
 
     OPENED = "opened"
+    NAMED_STANDBY = "named standby"
+    """The client makes the session here the standby of another hop."""
     OFFERED = "offered"
     """Another server begins to hand the session over."""
     ARRIVED = "arrived"
@@ -74,7 +78,13 @@ _S, _E = SessionState, SessionEvent
 
 TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] = MappingProxyType(
     {
-        _S.NEW: {_E.OPENED: _S.RUNNING, _E.OFFERED: _S.ARRIVING},
+        _S.NEW: {_E.OPENED: _S.RUNNING, _E.OFFERED: _S.ARRIVING, _E.NAMED_STANDBY: _S.STANDBY},
+        _S.STANDBY: {
+            # The hop that it stands by for hands the session over: only the rest has to arrive.
+            _E.OFFERED: _S.ARRIVING,
+            _E.OPENED: _S.RUNNING, _E.NAMED_STANDBY: _S.STANDBY, _E.TURN_ENDED: _S.STANDBY,
+            _E.STREAM_ENDED: _S.STANDBY, _E.FREED: _S.GONE,
+        },
         _S.ARRIVING: {
             _E.OPENED: _S.RUNNING, _E.ARRIVED: _S.UNCLAIMED, _E.ARRIVED_PARKED: _S.PARKED,
             # The sending server says with the last part whether the session is idle.
@@ -112,8 +122,11 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
 """The state that follows an event in a state. An event that is not listed cannot happen in that state."""
 
 
-_WITHOUT_SAMPLER: Final = frozenset((_S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
+_WITHOUT_SAMPLER: Final = frozenset((_S.STANDBY, _S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
 """Sessions in these states keep no sampler and no adapter, which may be large; the next open brings new ones."""
+
+
+_IDLE: Final = frozenset((_S.STANDBY, _S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED))
 
 
 class ForbiddenTransition(RuntimeError):
@@ -139,6 +152,7 @@ class OpenRequest:
         adapter_version: the adapter with which all held tokens are computed; None for the plain model.
         adapter: the same adapter, loaded; only for sessions that may take steps.
         long_factors: whether all held tokens use the long factors of a longrope embedding, not the short ones.
+        standby_transfer_id: the transfer id of the tokens that fill the session, if this server is only a standby.
     """
 
     session_id: bytes
@@ -162,6 +176,7 @@ class OpenRequest:
     adapter_version: AdapterVersion | None = None
     adapter: "LoadedAdapter | None" = None
     long_factors: bool = False
+    standby_transfer_id: bytes = b""
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """The tokens that were computed under one request are valid under the other."""
@@ -225,11 +240,13 @@ class HopSession(Generic[AnyCache]):
     Attributes:
         version: a number that changes with each open or offer. Code that continues with a session later names the
             version that it means.
-        transfer_id: the id of the handover that fills the session, while it arrives.
+        transfer_id: the id of the transfer that fills the session, while it arrives or is a standby.
         newest_step_id: the highest id of the steps that came from its client.
         newest_ring_position: the position at which the newest step of its ring began; -1 if it had none since it was
             opened.
         ring: the ring on which its tokens go round; None while they do not.
+        num_settled_tokens: how many of its tokens the answer keeps, whatever becomes of the drafts after them.
+        unsent_before: for each group of layers with a sliding window, the tokens before this one may lack on a standby.
         last_used_s: the time at which the session was last used.
     """
 
@@ -240,6 +257,8 @@ class HopSession(Generic[AnyCache]):
     newest_step_id: int = 0
     newest_ring_position: int = -1
     ring: RingPlace | None = None
+    num_settled_tokens: int = 0
+    unsent_before: dict[int, int] = field(init=False, default_factory=dict)
     last_used_s: float = 0.0
     _state: SessionState = field(init=False, default=SessionState.NEW)
 
@@ -339,12 +358,12 @@ class HopSession(Generic[AnyCache]):
 
     def is_filled_by(self, epoch: int, transfer_id: bytes) -> bool:
         is_same = (self.request.epoch, self.transfer_id) == (epoch, transfer_id)
-        return self._state is SessionState.ARRIVING and is_same
+        return self._state in (SessionState.ARRIVING, SessionState.STANDBY) and is_same
 
     @property
     def is_idle(self) -> bool:
         """The session is not in mid-answer, so that it may be evicted when other sessions need its pages."""
-        return self._state in (SessionState.PARKED, SessionState.ORPHANED, SessionState.LEAVING_PARKED)
+        return self._state in _IDLE
 
     @property
     def has_turn_ended(self) -> bool:

@@ -133,13 +133,16 @@ class BlockServerMetrics:
             "corolla_boundary_activations_evicted",
             "Sessions whose boundary activations were dropped to make room for other sessions.",
         )
-        self.handover_bytes = counter(
-            "corolla_handover_bytes",
-            "Bytes of keys and values that were handed over, by direction (in, out).",
-            ["direction"],
+        self.handover_bytes, self.standby_bytes = (
+            counter(
+                f"corolla_{name}_bytes", f"Bytes of keys and values that {what}, by direction (in, out).", ["direction"]
+            )
+            for name, what in (("handover", "were handed over"), ("standby", "were copied to standbys"))
         )
         for direction in DIRECTIONS:
             self.handover_bytes.labels(direction)
+            self.standby_bytes.labels(direction)
+        self.standby_sessions = gauge("corolla_standby_sessions", "Sessions that this server holds as a standby.")
         self.handed_over = counter(
             "corolla_sessions_handed_over",
             "Attempts to hand a session over, by outcome: moved, refused (by every peer), failed, no_peer.",

@@ -10,6 +10,7 @@ from typing import Final
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
+from corolla.block_server.hop_session import SessionState
 from corolla.block_server.invariants import INVARIANTS, Violation, check
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
@@ -65,6 +66,7 @@ class PeriodicTasks:
         """Sets the gauges of what is held and what waits, and the counters whose totals other objects count."""
         metrics, sessions, pool = self.metrics, self.sessions, self.sessions.pool
         metrics.sessions.set(len(sessions))
+        metrics.standby_sessions.set(sum(each.state is SessionState.STANDBY for each in sessions))
         metrics.pages.labels("used").set(pool.num_used)
         metrics.pages.labels("reserved").set(pool.num_reserved)
         metrics.pages.labels("cached").set(pool.num_cached)

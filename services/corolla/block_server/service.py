@@ -17,6 +17,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import PART_BYTES, PART_BYTES_OF_GPUS, HandoverSender
+from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
@@ -169,7 +170,7 @@ class BlockServer:
             Part("engine", self._make_engine, ["sessions"], self._end_engine),
             Part("first step", self._compute_a_step, ["engine"], stage="step"),
             Part("servicer", self._make_servicer, ["first step"]),
-            Part("drain", self._make_drain, ["first step"]),
+            Part("drain", self._make_drain, ["servicer"]),
             Part("iterations", self._start_iterations, ["first step"]),
             Part("data plane", self._serve_callers, ["servicer", "iterations"], self._end_callers),
             Part("readiness", self._begin_to_serve, ["data plane", "drain"], self._leave, "serving"),
@@ -359,7 +360,7 @@ class BlockServer:
         )
 
     async def _make_engine(self) -> None:
-        neighbours = Neighbours(self._registration.placement, self._work)
+        neighbours = self._neighbours = Neighbours(self._registration.placement, self._work)
         self._work.start_restartable(neighbours.run, "neighbours")
         new_relay = partial(Relay, self._fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
         settings, num_threads, on_cpu = self.settings, self._speed.num_threads, is_cpu(self.settings.device)
@@ -423,20 +424,25 @@ class BlockServer:
                 between_iterations=partial(engine.between_iterations, max_released_pages=0),
                 tasks=self._work, metrics=self._metrics,
             )  # fmt: skip
+        self._sender = HandoverSender(
+            self._span, sessions, engine, max_part_tokens=self._max_part_tokens,
+            max_part_bytes=PART_BYTES if self._device.type == "cpu" else PART_BYTES_OF_GPUS,
+        )  # fmt: skip
+        self._standbys = Standbys(
+            sessions, self._sender, self._peers, self._neighbours, self._network.connect, self._fingerprint, self._work,
+            self._metrics,
+        )  # fmt: skip
         self._servicer = BlockServicer(
             identity, engine, sessions, self._outputs, self._peers, self._runner.store, receiver, self._work,
             self._shared, self._rpc_metrics.error, self._network.capabilities(self._fingerprint), self._adapters,
             lambda: self._registration.num_heartbeats,
+            self._standbys,
         )  # fmt: skip
 
     def _make_drain(self) -> None:
-        sender = HandoverSender(
-            self._span, self._sessions, self.engine, max_part_tokens=self._max_part_tokens,
-            max_part_bytes=PART_BYTES if self._device.type == "cpu" else PART_BYTES_OF_GPUS,
-        )  # fmt: skip
         self._drain = Drain(
-            self._description, self._sessions, self.engine, self._peers, self._registration, sender, self._metrics,
-            self._network.connect, self._numerics,
+            self._description, self._sessions, self.engine, self._peers, self._registration, self._sender,
+            self._metrics, self._network.connect, self._numerics, self._standbys,
         )  # fmt: skip
 
     def _start_iterations(self) -> None:

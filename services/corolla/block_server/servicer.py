@@ -15,6 +15,7 @@ from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
+from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.page_returns import PageReturns
 from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
@@ -65,6 +66,7 @@ class BlockServicer:
         capabilities: verifies who opens sessions of the model; None without mutual TLS.
         adapters: loads the adapters of sessions; None: sessions cannot use adapters.
         num_heartbeats: counts the heartbeats that the server has sent.
+        standbys: copies sessions to their standbys; None: this server neither has standbys nor is one.
     """
 
     identity: Identity
@@ -80,6 +82,7 @@ class BlockServicer:
     capabilities: Capabilities | None = None
     adapters: Adapters | None = None
     num_heartbeats: Callable[[], int] = lambda: 0
+    standbys: Standbys | None = None
     _checks: FrameChecks = field(init=False)
     _pending_opens: PendingOpens = field(init=False)
     _page_returns: PageReturns = field(init=False)
@@ -96,6 +99,7 @@ class BlockServicer:
             pb.Close: self._close,
             pb.Truncate: self._truncate,
             pb.Holds: self._holds,
+            pb.Standby: self._standby,
             pb.Next: self._next,
             pb.Credit: self._credit,
             pb.Handover: self._handover,
@@ -187,6 +191,10 @@ class BlockServicer:
                 page_tokens=identity.prefix_page_tokens,
                 has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
+                # Recurrent states are not copied yet.
+                takes_standbys=self.standbys is not None
+                and identity.prefix_page_tokens > 0
+                and not self.store.recurrent,
             )
         )
         return known_peer or peer
@@ -213,7 +221,7 @@ class BlockServicer:
             # The present iteration may take long. If the session will not even fit after the iteration has released
             # pages, the open is refused at once.
             max_released_pages = self.engine.max_released_pages
-            if max_released_pages is not None:
+            if max_released_pages is not None and not request.standby_transfer_id:
                 self.sessions.check_room(request, max_released_pages)
 
             def open_soon(sampler: SessionSampler | None = None) -> None:
@@ -239,7 +247,8 @@ class BlockServicer:
         try:
             if self.adapters is not None and request.adapter_version is not None:
                 request = replace(request, adapter=self.adapters.take(request.adapter_version, request.tenant))
-            session = self.sessions.open(request, self.engine.clock())
+            opened = self.sessions.open_standby if request.standby_transfer_id else self.sessions.open
+            session = opened(request, self.engine.clock())
         except CorollaError as error:
             refuse(error)
             return
@@ -365,6 +374,11 @@ class BlockServicer:
         hashes = self._checks.page_hashes(control.text)
         set_hashes = partial(self.sessions.set_page_hashes, control.session_id, control.epoch, hashes)
         self._change(control.session_id, peer, set_hashes)
+
+    def _standby(self, control: pb.Standby, payload: Buffer, peer: Peer) -> None:
+        self._checks.standby(control)
+        if self.standbys is not None:
+            self._change(control.session_id, peer, partial(self.standbys.name, control))
 
     def _handover(self, control: pb.Handover, payload: Buffer, peer: Peer) -> None:
         try:

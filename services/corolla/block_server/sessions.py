@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from corolla.v1 import blocks_pb2 as pb
 
 
+_MOST_OF_STANDBYS: Final = 0.5
+"""The largest share of all pages that standbys hold."""
 _NUM_ENDED: Final = 4096
 """How many ended sessions are remembered, since some of their steps may still arrive."""
 
@@ -160,16 +162,75 @@ class SessionTable(Generic[AnyCache]):
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
+        if session.state is SessionState.STANDBY and event is SessionEvent.OPENED:
+            self._forget_unsent(session)
         cache.allocate(request.max_tokens, request.text)
         if session.request.client_id != request.client_id:
             session.newest_step_id = 0  # each client counts its steps by itself
-        session.newest_ring_position, session.ring = -1, None
+        session.newest_ring_position, session.ring, session.num_settled_tokens = -1, None, 0
         self._ended_epochs.pop(request.session_id, None)
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.version = next(self._versions)
         session.apply(event)
         self._touch(session, now_s)
         return session
+
+    def open_standby(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
+        """Makes the session here the standby of another hop, or names it as that again in a later epoch.
+
+        It begins with what the prefix cache has of its text, and reserves no pages ahead.
+
+        Raises:
+            HopLeaving, HopSessionLost, StaleEpoch, OutOfPages: see `open`.
+        """
+        session = self._sessions.get(request.session_id)
+        if session is not None:
+            session.check_open(request)
+        if self.is_draining:
+            raise HopLeaving("a block server takes no new sessions")
+        if request.prompts is not None:
+            self._check_prompts(request.prompts, except_of=request.session_id)
+        is_kept = session is not None and session.state is SessionState.STANDBY and request.resume
+        if session is not None and not (is_kept and session.request.agrees_with(request)):
+            self._free(session)
+            session = None
+        if session is None:
+            session = HopSession(request, self.new_cache())
+            session.cache.allocate(None, request.text)
+        session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
+        session.transfer_id, session.version = request.standby_transfer_id, next(self._versions)
+        session.apply(SessionEvent.NAMED_STANDBY)
+        self._touch(session, now_s)
+        return session
+
+    def grow_standby(self, session: HopSession[AnyCache], num_tokens: int) -> None:
+        """Makes room for the first `num_tokens` tokens of a standby. It frees older standbys if that is necessary.
+
+        Raises:
+            OutOfPages: sessions of other kinds hold the pages.
+        """
+        cache, pool = session.cache, self.pool
+        num_more = cache.worst_case(num_tokens) - cache.num_pages
+        if num_more <= 0:
+            return
+        others = [each for each in self if each.state is SessionState.STANDBY and each is not session]
+        num_left = int(_MOST_OF_STANDBYS * pool.num_pages) - cache.num_pages - sum(each.num_pages for each in others)
+        while others and num_more > min(pool.num_available, num_left):
+            num_left += others[0].num_pages
+            self._free(others.pop(0))
+            self.num_evicted += 1
+        if num_more > min(pool.num_available, num_left):
+            raise too_few_pages(num_more, max(0, min(pool.num_available, num_left)))
+        cache.reserve(num_tokens)
+
+    def _forget_unsent(self, session: HopSession[AnyCache]) -> None:
+        """Notes which tokens a standby lacks under its sliding windows; without a usable position it holds nothing."""
+        cache = session.cache
+        for group, token in session.unsent_before.items():
+            cache.tables[group].forget_before(min(token, cache.num_tokens))
+        session.unsent_before.clear()
+        if not cache.can_continue_from(cache.num_tokens):
+            cache.clear()
 
     def receive(self, request: OpenRequest, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:
         """Makes room for a session that another server hands over, or continues a handover whose stream broke.
@@ -187,6 +248,8 @@ class SessionTable(Generic[AnyCache]):
             if session.request.epoch == request.epoch and session.request.blocks != request.blocks:
                 raise StaleEpoch("the session was opened on this server with other blocks")
             if session.is_filled_by(request.epoch, transfer_id):
+                if session.state is SessionState.STANDBY:
+                    return self._begin(replace(request, resume=True), SessionEvent.OFFERED, now_s)
                 self._touch(session, now_s)
                 return session
             if session.is_unclaimed and session.request.epoch <= request.epoch:
@@ -247,11 +310,13 @@ class SessionTable(Generic[AnyCache]):
         forked: AnyCache | None = None,
         *,
         computes: bool = True,
+        num_drafts: int = 0,
     ) -> HopSession[AnyCache]:
         """Checks a step and returns its session.
 
         Args:
             forked: becomes the session's cache, if given.
+            num_drafts: how many of the last tokens are drafts, which the answer may not keep.
             computes: whether the step is computed, and so needs the earlier tokens.
 
         Raises:
@@ -274,6 +339,8 @@ class SessionTable(Generic[AnyCache]):
         if forked is not None:
             forked.truncate(position)
             session.cache.adopt(forked)
+        if computes:
+            session.num_settled_tokens = end - num_drafts
         self._touch(session, now_s)
         return session
 
@@ -390,6 +457,8 @@ class SessionTable(Generic[AnyCache]):
     def _make_room(self, num_pages: int, num_kept: int = 0, keep: bytes = b"") -> None:
         """Makes room for `num_pages` more pages if `num_kept` stay available; does not evict the session `keep`."""
         idle = [session for session in self if session.is_idle and session.request.session_id != keep]
+        # A standby only saves time, and what else is idle may be a conversation.
+        idle.sort(key=lambda session: session.state is not SessionState.STANDBY)
         num_available = self.pool.num_available + sum(session.num_pages for session in idle)
         if num_pages + num_kept > num_available:
             # Evicting all idle sessions would not be enough.

@@ -144,8 +144,9 @@ class StepAdmission:
         if isinstance(forked, CorollaError):
             raise forked
         return self.sessions.for_step(
-            _session_id(step, row), epoch, client_id, position, row.num_tokens, blocks, now_s, forked
-        )
+            _session_id(step, row), epoch, client_id, position, row.num_tokens, blocks, now_s, forked,
+            num_drafts=max(0, row.num_result_tokens - 1),
+        )  # fmt: skip
 
     def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:
         try:

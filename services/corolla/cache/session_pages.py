@@ -93,23 +93,28 @@ class SessionPages:
         self._num_fixed_promised = num_fixed
         self.num_reserved_tokens = max_tokens
 
-    def allocate(self, max_tokens: int, text: ExpectedText | None = None) -> None:
+    def allocate(self, max_tokens: int | None, text: ExpectedText | None = None) -> None:
         """Reserves pages for `max_tokens` tokens. An empty session first gets what the prefix cache has of its text.
+
+        Args:
+            max_tokens: None for a standby, which reserves pages only for what it holds. Its pages have no names, since
+                another server computes them.
 
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
         """
         was_empty = not self.num_tokens
         if was_empty and text is not None:
-            self._begin_with_cached(text, max_tokens)
+            self._begin_with_cached(text, text.num_tokens if max_tokens is None else max_tokens)
         try:
-            self.reserve(max_tokens)
+            self.reserve(self.num_tokens if max_tokens is None else max_tokens)
         except OutOfPages:
             if was_empty and self.num_tokens:
                 self.num_tokens = 0
                 self._give_back()
             raise
-        self._text, self._num_remembered, self._has_stepped = text, 0, False
+        self._text = None if max_tokens is None else text
+        self._num_remembered, self._has_stepped = 0, False
 
     def _begin_with_cached(self, text: ExpectedText, max_tokens: int) -> None:
         page_tokens = self.pool.page_tokens

@@ -270,6 +270,16 @@ def forget_unsent(cache: SessionCache, layers: range, first_tokens: Sequence[int
             cache.tables[cache.store.group_of(layer)].forget_before(first)
 
 
+def note_unsent(unsent_before: dict[int, int], store: KVStore, layers: range, copy: TokenCopy) -> None:
+    """Notes for each group of layers before which token some may lack, because the sender no longer held them.
+
+    A part that begins at or after the first token that the sender held continues the part before it.
+    """
+    for layer, first in _paged_firsts(store, layers, copy):
+        if first > copy.position:
+            unsent_before[store.group_of(layer)] = first
+
+
 def _check_first_tokens(store: KVStore, layers: range, copy: TokenCopy) -> None:
     """Checks that the layers of a group lack the same first tokens, and only if the group has a window.
 

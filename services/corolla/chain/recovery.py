@@ -165,7 +165,7 @@ class Recovery:
         held = binding.open_options
         failure: CorollaError | None = None
         for size in (*sizes, held.max_tokens):
-            binding.raise_epoch()
+            binding.raise_epoch(sequence.position)
             self._apply_handovers(binding)
             options = replace(held, max_tokens=size)
             try:
@@ -281,7 +281,7 @@ class Recovery:
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""
         binding = job.binding
-        binding.raise_epoch()
+        binding.raise_epoch(min(sequence.position for sequence in job.sequences))
         self._apply_handovers(binding)
         before = binding.chain
         chain = await self.routes.replace_lost(
@@ -290,13 +290,19 @@ class Recovery:
             num_tokens=binding.open_options.max_tokens * len(job.sequences),
             patience_s=job.patience_s,
             retryable=job.lost.retryable,
+            standbys=binding.standbys.replacements(job.lost),
         )
+        held = common_pb2.Chain(hops=[*before.hops, *binding.standbys.hops])
+        options = replace(binding.open_options, recorded_chain=held)
+        if options.texts is not None:
+            # Servers may hold more of the text now than when the sessions were opened first.
+            options = replace(options, texts=[_text(each) for each in job.sequences])
+        for hop, num_trusted in binding.standbys.trusted_on(chain):
+            self.reservations.truncate(binding.identities, hop, num_trusted)
         try:
-            opened = await self.reservations.open(
-                binding.identities, replace(binding.open_options, recorded_chain=before), chain
-            )
+            opened = await self.reservations.open(binding.identities, options, chain)
         except NotOpened as refused:
-            fresh = [hop for hop in chain.hops if hop not in before.hops]
+            fresh = [hop for hop in chain.hops if hop not in held.hops]
             self.reservations.give_back(binding.identities, fresh)
             return self._on_refusal(job, refused)
         staying = {hop.server_id for hop in chain.hops}
@@ -304,6 +310,7 @@ class Recovery:
         # A server that was only frozen reads the Close when it wakes, and frees the session.
         self.reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
         binding.rebind(opened)
+        self.reservations.give_back(binding.identities, list(binding.standbys.settle(chain)))
         failure = await self._fill_all(job)
         job.incomplete_since_s = _now_s()
         return failure
@@ -375,6 +382,10 @@ class Recovery:
                 raise
             job.methods.add(method)
             job.num_recomputed_tokens += (sequence.position - segment.start) * len(segment.hops)
+
+
+def _text(sequence: History) -> Sequence[int]:
+    return sequence.inputs(0, sequence.position).token_ids
 
 
 def _hops_at(job: _Job, address: str) -> Sequence[common_pb2.Hop]:

@@ -14,6 +14,7 @@ from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
+from corolla.chain.standby_hops import StandbyHops
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
     AdapterNotLoaded,
@@ -172,6 +173,7 @@ class ChainBinding:
         max_step_tokens: the most tokens that every hop takes in one step.
         open_replies: for each hop, its answer for each session when the chain was opened.
         open_identities: the identities under which every hop of the chain last opened the sessions.
+        standbys: the servers that stand by for the chain's hops.
     """
 
     identities: tuple[SessionIdentity, ...]
@@ -180,6 +182,7 @@ class ChainBinding:
     max_step_tokens: int
     open_replies: Sequence[Sequence[pb.Opened]] = ()
     open_identities: tuple[SessionIdentity, ...] = field(init=False)
+    standbys: StandbyHops = field(init=False, default_factory=StandbyHops)
 
     def __post_init__(self) -> None:
         self.open_identities = self.identities
@@ -201,8 +204,13 @@ class ChainBinding:
             for reply in (on_hop[number] for on_hop in self.open_replies)
         ]
 
-    def raise_epoch(self) -> None:
-        """Begins the next epoch: late answers in this one do not count. Raises HopUnavailable if none is left."""
+    def raise_epoch(self, position: int = 0) -> None:
+        """Begins the next epoch: late answers in this one do not count. Raises HopUnavailable if none is left.
+
+        Args:
+            position: how many tokens of the sessions will not be computed anew.
+        """
+        self.standbys.distrust(position)
         self.identities = tuple(identity.in_next_epoch() for identity in self.identities)
 
     def rebind(self, opened: "ChainBinding") -> None:
@@ -388,12 +396,51 @@ class Reservations:
             open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
         )
 
+    async def open_standby(
+        self,
+        binding: ChainBinding,
+        standby: common_pb2.Hop,
+        hop: common_pb2.Hop,
+        texts: Sequence[Sequence[int]],
+        transfer_ids: Sequence[bytes],
+    ) -> list[pb.Opened]:
+        """Opens the sessions of a chain on a standby of one of its hops.
+
+        Args:
+            texts: the known tokens of the sessions; empty if these have no names.
+            transfer_ids: the ids of the transfers that fill the sessions there.
+
+        Raises:
+            CorollaError: the standby refused a session; it may hold others.
+        """
+        options = binding.open_options
+        digests = [hop_texts(binding.chain, text, options.cache_salt, self.limits) for text in texts]
+        opened = await self._open_on(
+            standby,
+            binding.identities,
+            replace(options, transient=True),
+            [on_hops[hop.server_id] for on_hops in digests if on_hops],
+            keep_activations=False,
+            samples=False,
+            transfer_ids=transfer_ids,
+        )
+        for each in opened:
+            if isinstance(each, BaseException):
+                raise each
+        return [each[0] for each in opened if not isinstance(each, BaseException)]
+
     def remember(self, chain: common_pb2.Chain, open_options: OpenOptions, *texts: Sequence[int]) -> None:
         """Notes that the chain's hops hold texts of sessions, so that texts with the same beginnings are led there."""
         if not chain.mixes_numerics:
             server_ids = [hop.server_id for hop in chain.hops]
             for text in texts:
                 self.routes.beginnings.remember(text, open_options.beginning_salt, server_ids)
+
+    def truncate(self, identities: Sequence[SessionIdentity], hop: common_pb2.Hop, position: int) -> None:
+        """Makes a hop forget the tokens from a position on; an open that follows finds only those before."""
+        for each in identities:
+            forget = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=position)
+            self.plane.notify(hop.address, forget)
 
     def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
         """Frees sessions on some hops. A hop that has opened a session in a later epoch keeps it."""
@@ -453,6 +500,7 @@ class Reservations:
         *,
         keep_activations: bool,
         samples: bool,
+        transfer_ids: Sequence[bytes] = (),
     ) -> list[tuple[pb.Opened, int] | BaseException]:
         # Prompts may be large, so the send queue holds those of only one session at a time.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
@@ -466,13 +514,14 @@ class Reservations:
                     session_id=identities[number].session_id,
                     epoch=identities[number].epoch,
                     tenant=identities[number].tenant,
-                    resume=open_options.resumes(hop),
+                    resume=bool(transfer_ids) or open_options.resumes(hop),
                     max_tokens=open_options.max_tokens,
                     blocks=hop.span,
                     lease_ms=open_options.lease_ms or self.limits.lease_ms,
                     transient=open_options.transient,
                     keep_activations=keep_activations,
                     long_factors=open_options.long_factors,
+                    standby_transfer_id=transfer_ids[number] if transfer_ids else b"",
                 )
                 if open_options.adapter is not None:
                     request.adapter.CopyFrom(open_options.adapter.to_message())

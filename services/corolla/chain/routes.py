@@ -31,6 +31,7 @@ from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
+from corolla.planning.standbys import standby_for
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
@@ -190,6 +191,25 @@ class Routes:
         """Blocks lost their servers so recently that these servers may register again."""
         return self._placement.is_settling
 
+    def may_use(self, hop: common_pb2.Hop) -> bool:
+        """The hop's server is placed, and did not fail lately."""
+        return not self._is_gone(hop)
+
+    def tokens_in(self, seconds: float, hop: common_pb2.Hop) -> int:
+        """How many tokens of a prompt the hop computes in this time."""
+        server = self._indexed().ready.get(hop.server_id)
+        per_token_s = 0.0 if server is None else server.prompt_seconds * len(Span.from_message(hop.span))
+        return round(seconds / per_token_s) if per_token_s else 0
+
+    def standby_for(
+        self, hop: common_pb2.Hop, excluded: Collection[str], num_tokens: int, num_placed: Mapping[str, int]
+    ) -> common_pb2.Hop | None:
+        """The server that should stand by for a hop; see `planning.standbys`."""
+        return standby_for(
+            hop, self._indexed().placed, self._avoided().union(excluded), fingerprint=self._fingerprint,
+            num_tokens=num_tokens, num_placed=num_placed,
+        )  # fmt: skip
+
     async def wait_for_update(self, until_s: float) -> None:
         """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""
         await self._placement.wait_for_update(
@@ -272,10 +292,12 @@ class Routes:
         num_tokens: int,
         patience_s: float,
         retryable: Callable[[float], Collection[str]] = lambda now_s: (),
+        standbys: Mapping[str, common_pb2.Hop] = MappingProxyType({}),
     ) -> common_pb2.Chain:
         """The chain with other servers in place of the lost ones. The new hops may split the blocks differently.
 
         Args:
+            standbys: the hops that take the places of lost ones if they can, by the ids of these.
             num_tokens: replacements with pages for this many tokens are preferred.
             patience_s: how long to wait for a replacement to appear.
             retryable: maps a time to the lost servers that may stay then if no other server can take their place.
@@ -290,12 +312,12 @@ class Routes:
                 # Between two replacements, the event loop does what else is due.
                 async with self._replacing:
                     await asyncio.sleep(0)
-                    return self._replace_now(chain, lost, num_tokens)
+                    return self._replace_now(chain, lost, num_tokens, standbys)
             except CorollaError:
                 now_s = clock()
                 with contextlib.suppress(CorollaError):
                     if may_stay := frozenset(retryable(now_s)):
-                        return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens)
+                        return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens, standbys)
                 if now_s >= give_up_s:
                     raise
             await self.wait_for_update(give_up_s)
@@ -303,9 +325,12 @@ class Routes:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _replace_now(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> common_pb2.Chain:
+    def _replace_now(
+        self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int, standbys: Mapping[str, common_pb2.Hop]
+    ) -> common_pb2.Chain:
+        usable = {server_id: hop for server_id, hop in standbys.items() if self.may_use(hop)}
         try:
-            hops = self._fill_gaps(chain, lost, num_tokens)
+            hops = self._fill_gaps(chain, lost, num_tokens, usable)
         except (NoChain, OutOfPages):
             # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
             hops = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
@@ -317,12 +342,15 @@ class Routes:
         """The chain `after`, to which sessions go from the chain `before`, with the numerics of its hops."""
         return continued(before, after, self._indexed().placed)
 
-    def _fill_gaps(self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int) -> Sequence[common_pb2.Hop]:
-        """The chain's remaining hops, unchanged, with other servers in the gaps."""
+    def _fill_gaps(
+        self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int, standbys: Mapping[str, common_pb2.Hop]
+    ) -> Sequence[common_pb2.Hop]:
+        """The chain's remaining hops, unchanged, with their standbys or other servers in the gaps."""
+        filled = [standbys.get(hop.server_id, hop) if hop.server_id in lost else hop for hop in chain.hops]
         # A server holds one run of blocks of a session, so a server that stays cannot fill a gap, too.
-        staying = {hop.server_id for hop in chain.hops if hop.server_id not in lost}
+        staying = {hop.server_id for hop in filled if hop.server_id not in lost}
         hops: list[common_pb2.Hop] = []
-        for is_lost, run in groupby(chain.hops, lambda hop: hop.server_id in lost):
+        for is_lost, run in groupby(filled, lambda hop: hop.server_id in lost):
             neighbours = list(run)
             if is_lost:
                 gap = self._numerics_of(chain, neighbours)

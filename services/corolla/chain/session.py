@@ -17,10 +17,12 @@ from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
 from corolla.chain.routes import Routes
+from corolla.chain.standbys import StandbyMode, Standbys
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import CorollaError, InternalError
+from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tracing import spans
 from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
@@ -78,8 +80,10 @@ class ChainSession(OpenSequences):
         limits: ChainLimits,
         sampler: SamplerRecord,
         on_pace: Callable[[common_pb2.Chain, float], None],
+        standbys: Standbys,
     ) -> None:
         super().__init__(binding, plane, recovery)
+        self._standbys = standbys
         self.num_cached_tokens = binding.num_cached_tokens
         self._budget = budget
         self._limits = limits
@@ -191,6 +195,7 @@ class ChainSession(OpenSequences):
         if not token_ids:
             raise InternalError("a prompt must have at least one token")
         start = self.position
+        self._cover(start + len(token_ids))
         with spans.span("prefill", position=start, tokens=len(token_ids)):
             rounds = await self._with_recovery(
                 lambda: self._send_prompt(token_ids[self.position - start :], waits=waits, readout=readout),
@@ -241,6 +246,7 @@ class ChainSession(OpenSequences):
             How many draft tokens were checked, and how many tokens the reader took, at least one.
         """
         newest_id = self._newest_id
+        self._cover(self.position)
         if self.has_unread_tokens:
             rounds = await self._round(newest_id)
         else:
@@ -270,6 +276,7 @@ class ChainSession(OpenSequences):
         self._first_token = None
         self._sampler.pauses_at = None
         self._binding.open_options = replace(self._binding.open_options, long_factors=True)
+        self._standbys.drop(self._binding)
         await self._recovery.compute_anew(self._binding, self._history, self._budget)
 
     async def _round(self, newest_id: int) -> RoundTokens:
@@ -336,12 +343,25 @@ class ChainSession(OpenSequences):
             )
         left = [hop for hop in (*self.chain.hops, *earlier.hops) if hop not in recorded.hops]
         self._plane.close_session(left, self.identity)
+        self._end_standbys()
 
     def close(self) -> None:
         """Frees the session's pages on every hop. Hops may keep them in the prefix cache."""
         self.end_ring()
         self._send_digests(self.position)
         super().close()
+        self._end_standbys()
+
+    def _cover(self, position: int) -> None:
+        """Names standbys for the hops, if that is due."""
+        binding = self._binding
+        if position >= binding.standbys.due_at:
+            known, named = self._history.token_ids, binding.open_options.named_texts
+            self._standbys.cover(binding, [max(known, *named, key=len)] if named else [], position)
+
+    def _end_standbys(self) -> None:
+        self._binding.standbys.are_over = True
+        self._standbys.drop(self._binding)
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
@@ -350,8 +370,8 @@ class ChainSession(OpenSequences):
         open_options = self._binding.open_options
         self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids)
         texts = hop_texts(self.chain_to_record, token_ids, open_options.cache_salt, self._limits)
-        for hop in self._holders():
-            text = texts.get(hop.server_id)
+        copies = [(each.hop, texts.get(server_id)) for server_id, each in self._binding.standbys.by_hop.items()]
+        for hop, text in [*((hop, texts.get(hop.server_id)) for hop in self._holders()), *copies]:
             if text is None:
                 continue
             page_tokens = self._plane.page_tokens(hop.address)
@@ -441,9 +461,12 @@ class ChainSessions:
         routes: Routes,
         plane: DataPlane,
         limits: ChainLimits,
+        tasks: TaskGroup,
         on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
+        standby: StandbyMode = "auto",
     ) -> None:
         self.reservations = Reservations(routes, plane, limits)
+        self._standbys = Standbys(standby, routes, self.reservations, plane, tasks)
         replayer = Replayer(self.reservations, plane, limits)
         self.recovery = Recovery(routes, self.reservations, replayer, plane.handovers, limits, on_recovery)
         plane.on_load = routes.hear_load
@@ -488,6 +511,7 @@ class ChainSessions:
             self._limits,
             sampler,
             self._on_pace,
+            self._standbys,
         )
         self._running.add(session)
         try:

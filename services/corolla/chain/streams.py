@@ -54,6 +54,9 @@ class DataPlane:
         on_discarded: is called with the number of tokens that hops chose and that have no reader any more.
         capabilities: signs each request to open a session, for hops that demand it; None: requests are not signed.
         placement: names the servers that sessions may move to; None: sessions may move to any server.
+
+    Attributes:
+        on_standby_lost: is called with the id of a session and the address of the hop that has no standby for it now.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class DataPlane:
         self.handovers = Handovers()
         self.on_load: Callable[[str, pb.HopLoad], None] = lambda address, load: None
         """Gets a server's address and its load when the server opens a session or refuses to."""
+        self.on_standby_lost: Callable[[bytes, str], None] = lambda session_id, address: None
 
     @property
     def num_pending(self) -> int:
@@ -257,7 +261,7 @@ class DataPlane:
             fail(futures, lost)
         return futures
 
-    def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds) -> None:
+    def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds | pb.Standby) -> None:
         """Sends a frame that has no answer. A server that is gone has nothing left to free."""
         server = self._servers.get(address)
         if server is not None:
@@ -320,12 +324,10 @@ class DataPlane:
                 if isinstance(error, HopLeaving):
                     self.handovers.on_step_refused(address)
                 self._pending.on_fault(control, error)
+            case pb.Standby():
+                self.on_standby_lost(control.session_id, address)
             case pb.Moved():
-                is_known = self._placement is None or self._placement.has_hop(control.hop)
-                if is_known or not control.HasField("hop"):
-                    self._on_moved(control, address)
-                elif self._num_looked_up < _MOST_LOOKED_UP:
-                    self._tasks.start(self._look_up(control, address), "look for a server")
+                self._on_moved(control, address)
             case pb.Welcome():
                 if server is not None and not server.welcome.done():
                     server.welcome.set_result(control)
@@ -337,6 +339,13 @@ class DataPlane:
             self.on_load(address, answer.load)
 
     def _on_moved(self, moved: pb.Moved, address: str) -> None:
+        is_known = self._placement is None or self._placement.has_hop(moved.hop)
+        if is_known or not moved.HasField("hop"):
+            self._note_move(moved, address)
+        elif self._num_looked_up < _MOST_LOOKED_UP:
+            self._tasks.start(self._look_up(moved, address), "look for a server")
+
+    def _note_move(self, moved: pb.Moved, address: str) -> None:
         self.handovers.on_moved(moved, address)
         if moved.HasField("hop") and moved.hop.address not in self._servers:
             # The session's owner opens or closes it there soon.
@@ -354,7 +363,7 @@ class DataPlane:
                 moved.ClearField("hop")
         finally:
             self._num_looked_up -= 1
-        self._on_moved(moved, address)
+        self._note_move(moved, address)
 
 
 def _error_of(fault: pb.Fault, sender: str) -> CorollaError:

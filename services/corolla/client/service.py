@@ -325,7 +325,9 @@ class ClientService:
             short_factor_length=self._checkpoint.short_factor_length,
             follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
         )
-        self._sessions = ChainSessions(self._routes, self._plane, limits, self._on_recovery)
+        self._sessions = ChainSessions(
+            self._routes, self._plane, limits, self._tasks.subgroup(), self._on_recovery, settings.standby
+        )
         self._transcripts = Transcripts(self._control, settings.session_ttl_s, self._tasks.subgroup())
 
     def _make_text(self) -> None:

@@ -183,6 +183,12 @@ class ClientSettings(ServiceSettings):
         description="Seconds that a recovery waits for a server that can replace a lost one, if the caller does not "
         "give up earlier. In this time a lease must end, a server must move or start, and it must load weights.",
     )
+    standby: Literal["auto", "off", "all"] = Field(
+        "auto",
+        description="Which answers have standbys: servers to which hops copy keys and values while the answer goes on, "
+        "so that the text is not computed again after a loss. `auto`: answers whose text would take longer than 0.15 "
+        "seconds to compute again; `all`; or `off`.",
+    )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(
         "off",

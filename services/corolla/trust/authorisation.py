@@ -48,6 +48,7 @@ FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
         pb.Resend: _STEPPERS,
         pb.Credit: _STEPPERS,
         pb.Holds: _STEPPERS,
+        pb.Standby: _STEPPERS,
         # A server that has handed a session over forwards the frames that the session's client sent meanwhile.
         pb.Close: frozenset({*_STEPPERS, _BLOCK}),
         pb.Truncate: frozenset({*_STEPPERS, _BLOCK}),

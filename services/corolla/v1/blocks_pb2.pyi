@@ -92,6 +92,8 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """Credit, caller to last hop, not answered"""
     FRAME_KIND_GO_AWAY: _FrameKind.ValueType  # 21
     """GoAway, of a connection in whose place another one comes, either way"""
+    FRAME_KIND_STANDBY: _FrameKind.ValueType  # 23
+    """Standby, not answered"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -144,6 +146,8 @@ FRAME_KIND_CREDIT: FrameKind.ValueType  # 20
 """Credit, caller to last hop, not answered"""
 FRAME_KIND_GO_AWAY: FrameKind.ValueType  # 21
 """GoAway, of a connection in whose place another one comes, either way"""
+FRAME_KIND_STANDBY: FrameKind.ValueType  # 23
+"""Standby, not answered"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -311,6 +315,7 @@ class Welcome(_message.Message):
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     HAS_DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     TAKES_STREAM_IDS_FIELD_NUMBER: _builtins.int
+    TAKES_STANDBYS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
@@ -320,6 +325,8 @@ class Welcome(_message.Message):
     """Whether the server has a draft model, for sessions whose last hop it is."""
     takes_stream_ids: _builtins.bool
     """Whether the server supports Hello.stream_id."""
+    takes_standbys: _builtins.bool
+    """Whether the server copies sessions to standbys, and holds sessions as a standby itself."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -332,10 +339,11 @@ class Welcome(_message.Message):
         page_tokens: _builtins.int = ...,
         has_draft_model: _builtins.bool = ...,
         takes_stream_ids: _builtins.bool = ...,
+        takes_standbys: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_draft_model", b"has_draft_model", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_draft_model", b"has_draft_model", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -362,6 +370,7 @@ class Open(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     LONG_FACTORS_FIELD_NUMBER: _builtins.int
+    STANDBY_TRANSFER_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """The number of this request, which its answer carries, too."""
     session_id: _builtins.bytes
@@ -383,6 +392,11 @@ class Open(_message.Message):
     long_factors: _builtins.bool
     """For a model with longrope embeddings: whether the text is too long for the short factors, so that all of it is
     computed with the long ones. Cached tokens of the session that were computed with the short ones do not count.
+    """
+    standby_transfer_id: _builtins.bytes
+    """16 random bytes, if this server is only a standby: it takes no steps of the session, and another hop fills it by
+    HandoverTokens with this transfer id. It reserves no pages ahead, and may evict the session. An Open of a later epoch
+    without this field, and with `resume`, makes it a hop that holds what has arrived.
     """
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
@@ -436,10 +450,11 @@ class Open(_message.Message):
         trace: Global___Trace | None = ...,
         adapter: _common_pb2.AdapterVersion | None = ...,
         long_factors: _builtins.bool = ...,
+        standby_transfer_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "standby_transfer_id", b"standby_transfer_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1294,6 +1309,47 @@ class Holds(_message.Message):
 Global___Holds: _TypeAlias = Holds  # noqa: Y015
 
 @_typing.final
+class Standby(_message.Message):
+    """Names the standby of a session: from now on, the hop copies the session's settled tokens there. Tokens are settled
+    that the answer keeps, whatever becomes of drafts. A hop sends it to the client, without a standby, once the standby
+    has lost the session.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.bytes
+    epoch: _builtins.int
+    transfer_id: _builtins.bytes
+    """Open.standby_transfer_id of the session there."""
+    num_tokens: _builtins.int
+    """The number of tokens that the standby holds already."""
+    @_builtins.property
+    def hop(self) -> _common_pb2.Hop:
+        """The server with the same blocks; absent: the session has no standby any more."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.bytes = ...,
+        epoch: _builtins.int = ...,
+        hop: _common_pb2.Hop | None = ...,
+        transfer_id: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hop", b"hop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hop", b"hop", "num_tokens", b"num_tokens", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standby: _TypeAlias = Standby  # noqa: Y015
+
+@_typing.final
 class Truncate(_message.Message):
     """Asks a server to forget all tokens from this position on, and to free the pages that are reserved beyond it."""
 
@@ -1485,6 +1541,8 @@ class HandoverTokens(_message.Message):
     tokens forgets those from position on, and one that holds fewer answers POSITION_GAP. The payload contains for each
     block the keys, then the values, each as [tokens, key heads, head size] in the cache's format, from the block's first
     token on.
+
+    The same frame fills standbys, with the transfer id of Standby.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -1,4 +1,4 @@
-"""Takes over sessions from other block servers: reserves pages for an offer, then checks and writes each part."""
+"""Takes sessions from other block servers, to hand over or to stand by: reserves pages, checks and writes each part."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import KVStore, SessionCache
-from corolla.cache.transfer import CheckedCopy, TokenCopy, check_tokens, forget_unsent, write_tokens
+from corolla.cache.transfer import CheckedCopy, TokenCopy, check_tokens, forget_unsent, note_unsent, write_tokens
 from corolla.chassis.errors import (
     ChecksumMismatch,
     CorollaError,
@@ -75,16 +75,19 @@ class HandoverReceiver:
         try:
             async with self._room:
                 store, layers = self._check(control)
+                is_standby = self._arriving(control).state is SessionState.STANDBY
                 checked = await asyncio.to_thread(_checked, store, layers, control, payload)
+                if is_standby:
+                    await self._make_room(control)
                 # Steps wait for this only.
                 answer.num_tokens = await self.engine.copy(lambda: self._write(control, checked))
-            self.metrics.handover_bytes.labels("in").inc(len(payload))
+            (self.metrics.standby_bytes if is_standby else self.metrics.handover_bytes).labels("in").inc(len(payload))
         except CorollaError as error:
             answer.reason, answer.message = error.reason, error.message
             session = self.sessions.get(control.session_id)
             if isinstance(error, PositionGap):
                 answer.num_tokens = error.held
-            elif session is not None and session.state is SessionState.ARRIVING:
+            elif session is not None and session.is_filled_by(control.epoch, control.transfer_id):
                 answer.num_tokens = session.cache.num_tokens
         except Exception as failure:
             # The sender waits for an answer in any case.
@@ -104,7 +107,24 @@ class HandoverReceiver:
             )
         if control.position + control.num_tokens > session.request.max_tokens:
             raise MalformedMessage("handover", "must not have more tokens than the session was offered with")
+        if control.is_last and session.state is SessionState.STANDBY:
+            raise MalformedMessage("is_last", "must be in a part of a session that was offered")
         return session.cache.store, self.span.indices(blocks)
+
+    async def _make_room(self, control: pb.HandoverTokens) -> None:
+        """Reserves the pages for a part of a standby, between two iterations."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def grow() -> None:
+            try:
+                self.sessions.grow_standby(self._arriving(control), control.position + control.num_tokens)
+            except CorollaError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self.engine.between_iterations(grow)
+        await done
 
     def _write(self, control: pb.HandoverTokens, checked: CheckedCopy) -> int:
         """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
@@ -118,6 +138,8 @@ class HandoverReceiver:
             raise PositionGap("the part does not follow what is held", cache.nearest_position(copy.position))
         write_tokens(cache, checked)
         cache.blocks = session.request.blocks
+        if session.state is SessionState.STANDBY:
+            note_unsent(session.unsent_before, cache.store, layers, copy)
         if control.is_last:
             forget_unsent(cache, layers, copy.first_tokens)
             self.sessions.arrived(session, is_idle=control.is_idle)

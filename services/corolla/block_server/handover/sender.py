@@ -1,6 +1,7 @@
-"""Hands one session over: copies its keys and values while it takes steps, and pauses it only for the last part.
+"""Copies sessions to other block servers while they take steps: to hand them over, or to fill their standbys.
 
-The parts travel on the stream to the block server that takes the session over (`HandoverLink`).
+A handover pauses the session for its last part only; a copy to a standby never does. The parts travel on the stream to
+the other block server (`HandoverLink`).
 """
 
 import asyncio
@@ -66,6 +67,11 @@ class HandoverLink:
         finally:
             stream.close()
             await asyncio.wait({stream.ended})
+
+    @property
+    def is_broken(self) -> bool:
+        """The stream has ended, or was never connected."""
+        return self._stream is None
 
     async def request(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
         """Sends one frame and waits for its answer. Raises HopUnavailable."""
@@ -165,6 +171,37 @@ class HandoverSender:
                 link.send(pb.Close(session_id=session_id, epoch=request.epoch))
             self.sessions.cancel_leaving(session_id, version)
             raise
+
+    async def copy_settled(
+        self, session: HopSession[SessionCache], transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
+    ) -> int:
+        """Copies the next settled tokens of a session to its standby, as many as one part takes.
+
+        Returns:
+            How many bytes of keys and values were sent.
+
+        Raises:
+            HopUnavailable: the link broke, or parts were refused too often.
+            HopSessionLost: the session ended or was opened again.
+            CorollaError: the standby refused the part, and this is its reason.
+        """
+        session_id, version = session.request.session_id, session.version
+
+        def read() -> _Reading:
+            held = self.sessions.in_version(session_id, version)
+            num_held, num_unchanged, most = self._state(held)
+            start, num_tokens, _ = progress.next_part(min(num_held, held.num_settled_tokens), num_unchanged, most)
+            return self._read(held, start, num_tokens, is_last=False)
+
+        part = await asyncio.to_thread(_finished, *await self.engine.copy(read))
+        part.frame.transfer_id = transfer_id
+        answer = await link.request(part.frame, part.payload)
+        self._note(answer, progress)
+        return 0 if answer.reason else len(part.payload)
+
+    def continue_with(self, session_id: bytes, address: str, transfer_id: bytes, progress: HandoverProgress) -> None:
+        """Lets the next handover of a session to this receiver begin after the tokens that it holds as a standby."""
+        self._begun[session_id] = (address, transfer_id, progress)
 
     async def _send(
         self, request: OpenRequest, version: int, transfer_id: bytes, progress: HandoverProgress, link: HandoverLink

@@ -1,0 +1,173 @@
+"""Keeps the standbys of this hop's sessions up to date: it copies tokens there in the background, while steps go on."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from corolla.block_server.handover.plan import HandoverProgress
+from corolla.block_server.handover.sender import HandoverLink, HandoverSender
+from corolla.block_server.hop_session import HopSession, SessionState
+from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.neighbours import Neighbours
+from corolla.block_server.peers import PeerTable
+from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
+from corolla.chassis.errors import CorollaError, HopSessionLost
+from corolla.chassis.handlers import call_path
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.stream import Connect
+
+log = logging.getLogger(__name__)
+
+_MOST_PARTS: Final = 4
+"""How many parts are copied or travel at a time, for all sessions together."""
+LEAST_TOKENS: Final = 16
+"""A part waits for so many new tokens: a recovery replays these few in one step."""
+_LOOK_INTERVAL_S: Final = 0.02
+_SESSIONS_PER_INTERVAL: Final = 8
+"""If there are more sessions, each looks less often, so that all together take a small share of the event loop."""
+
+
+@dataclass(slots=True)
+class _Standby:
+    """One session's standby, and the task that copies there."""
+
+    version: int
+    address: str
+    transfer_id: bytes
+    progress: HandoverProgress
+    task: asyncio.Task[None]
+
+
+@dataclass(slots=True)
+class _SharedLink:
+    link: HandoverLink
+    stack: AsyncExitStack
+    num_users: int = 0
+
+
+@dataclass(eq=False, repr=False)
+class Standbys:
+    """The standbys that clients have named for the sessions of this server.
+
+    Args:
+        neighbours: knows the addresses of block servers; the server connects to no others.
+        fingerprint: the weights and protocol of this server, which its standbys share.
+        least_tokens: the fewest tokens of a part.
+    """
+
+    sessions: SessionTable[SessionCache]
+    sender: HandoverSender
+    peers: PeerTable
+    neighbours: Neighbours
+    connect: Connect
+    fingerprint: str
+    tasks: TaskGroup
+    metrics: BlockServerMetrics
+    least_tokens: int = LEAST_TOKENS
+    _by_session: dict[bytes, _Standby] = field(init=False, default_factory=dict)
+    _links: dict[str, _SharedLink] = field(init=False, default_factory=dict)
+    _room: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MOST_PARTS))
+
+    def name(self, control: pb.Standby, *, may_look: bool = True) -> None:
+        """Takes a client's word which server stands by for a session. Must be called between iterations.
+
+        Args:
+            may_look: whether to ask a router for a server that is unknown here, since it may have joined just now.
+        """
+        self._forget(control.session_id)
+        session = self.sessions.get(control.session_id)
+        if session is None or session.request.epoch != control.epoch or session.state is not SessionState.RUNNING:
+            return
+        address = control.hop.address
+        if not address:
+            return
+        if not self.neighbours.has_address(address):
+            if may_look:
+                again = partial(self.name, control, may_look=False)
+                self.neighbours.look_again(lambda _: self.sender.engine.between_iterations(again))
+            else:
+                self._tell_lost(session)
+            return
+        progress = HandoverProgress()
+        progress.begin(control.num_tokens)
+        # The note may be of an earlier standby, which held more tokens.
+        session.cache.num_unchanged_tokens = min(session.cache.num_tokens, control.num_tokens)
+        task = self.tasks.start(self._keep(session, session.version, control, progress), "copy to a standby")
+        self._by_session[control.session_id] = _Standby(session.version, address, control.transfer_id, progress, task)
+
+    def release(self, session_id: bytes, version: int) -> str:
+        """Stops copying a session that is about to be handed over. Returns the address of its standby; empty: none.
+
+        A handover to that address sends only what the standby lacks.
+        """
+        standby = self._by_session.get(session_id)
+        if standby is None or standby.version != version:
+            return ""
+        self._forget(session_id)
+        self.sender.continue_with(session_id, standby.address, standby.transfer_id, standby.progress)
+        return standby.address
+
+    def _forget(self, session_id: bytes) -> None:
+        standby = self._by_session.pop(session_id, None)
+        if standby is not None:
+            self.tasks.cancel(standby.task)
+
+    async def _keep(
+        self, session: HopSession[SessionCache], version: int, control: pb.Standby, progress: HandoverProgress
+    ) -> None:
+        """Copies what a session settles until its turn or epoch ends, or the standby is lost."""
+        request = session.request
+        try:
+            async with self._linked(control.hop.address) as link:
+                while self.sessions.in_version(request.session_id, version).state is SessionState.RUNNING:
+                    num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
+                    num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
+                    if num_settled < num_sent + self.least_tokens:
+                        await asyncio.sleep(_LOOK_INTERVAL_S * (1 + len(self._by_session) // _SESSIONS_PER_INTERVAL))
+                        continue
+                    async with self._room:
+                        num_bytes = await self.sender.copy_settled(session, control.transfer_id, progress, link)
+                    self.metrics.standby_bytes.labels("out").inc(num_bytes)
+            return
+        except HopSessionLost:
+            pass  # here or there; the client names another standby if it still needs one
+        except CorollaError as failure:
+            facts = {"address": control.hop.address, "reason": failure.reason}
+            log.info("a standby does not take a session any more", extra=facts)
+        except Exception as failure:
+            # The device may fail to read these pages, and still compute other sessions.
+            log.error("could not copy a session to its standby", extra={"where": call_path(failure)})
+        finally:
+            held = self._by_session.get(request.session_id)
+            if held is not None and held.transfer_id == control.transfer_id:
+                del self._by_session[request.session_id]
+        if session.version == version:
+            self._tell_lost(session)
+
+    def _tell_lost(self, session: HopSession[SessionCache]) -> None:
+        request = session.request
+        if (peer := self.peers.get(request.client_id)) is not None:
+            peer.send(pb.Standby(session_id=request.session_id, epoch=request.epoch))
+
+    @asynccontextmanager
+    async def _linked(self, address: str) -> AsyncIterator[HandoverLink]:
+        """The stream to a standby's server, which all sessions share."""
+        shared = self._links.get(address)
+        if shared is None or shared.link.is_broken:
+            shared = self._links[address] = _SharedLink(HandoverLink(address, self.connect), AsyncExitStack())
+            await shared.stack.enter_async_context(shared.link.connect(self.fingerprint))
+        shared.num_users += 1
+        try:
+            yield shared.link
+        finally:
+            shared.num_users -= 1
+            if not shared.num_users:
+                if self._links.get(address) is shared:
+                    del self._links[address]
+                await shared.stack.aclose()

@@ -1,0 +1,79 @@
+"""The standbys of sessions on one chain, and how far each may be believed. Pure."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from corolla.v1 import common_pb2
+
+
+@dataclass(slots=True)
+class StandbyHop:
+    """A server to which one hop copies the sessions of a chain.
+
+    Attributes:
+        hop: the server, with the blocks of the hop that copies.
+        is_named: whether the hop that copies knows it in the sessions' present epoch.
+        num_trusted: tokens from this position on may differ from the sessions': the hops were opened again since, and
+            compute them anew. None: all tokens count.
+    """
+
+    hop: common_pb2.Hop
+    is_named: bool = False
+    num_trusted: int | None = None
+
+
+@dataclass(slots=True)
+class StandbyHops:
+    """The standbys of one chain's hops.
+
+    A standby gets only tokens that the answer keeps, and its client opens the sessions there in each epoch. So what it
+    holds equals the sessions, unless these have been opened again or rewound meanwhile.
+
+    Attributes:
+        by_hop: the standbys by the id of the server that copies to them.
+        refused: ids of servers that lost a session of this chain, or refused it.
+        due_at: sessions of so many tokens need standbys that they do not have yet.
+        are_over: whether the sessions are closed, so that no standby may be named any more.
+    """
+
+    by_hop: dict[str, StandbyHop] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+    due_at: int = 0
+    are_over: bool = False
+
+    @property
+    def hops(self) -> list[common_pb2.Hop]:
+        """All standbys, as hops."""
+        return [each.hop for each in self.by_hop.values()]
+
+    def distrust(self, position: int) -> None:
+        """Notes that the sessions are opened again: of what standbys hold, only the tokens before `position` count."""
+        for each in self.by_hop.values():
+            each.num_trusted = position if each.num_trusted is None else min(each.num_trusted, position)
+            each.is_named = False
+        self.due_at = 0
+
+    def replacements(self, lost: Collection[str]) -> dict[str, common_pb2.Hop]:
+        """The usable standbys of lost hops, by the ids of these."""
+        return {
+            server_id: each.hop
+            for server_id, each in self.by_hop.items()
+            if server_id in lost and each.hop.server_id not in lost
+        }
+
+    def trusted_on(self, chain: common_pb2.Chain) -> Iterator[tuple[common_pb2.Hop, int]]:
+        """Yields the hops of a chain that were standbys, and how many of their tokens count at most."""
+        for each in self.by_hop.values():
+            if each.num_trusted is not None and each.hop in chain.hops:
+                yield each.hop, each.num_trusted
+
+    def settle(self, chain: common_pb2.Chain) -> Iterator[common_pb2.Hop]:
+        """Keeps the standbys of the hops of a new chain. Yields those of the others that are not hops themselves."""
+        server_ids = {hop.server_id for hop in chain.hops}
+        for server_id, each in list(self.by_hop.items()):
+            if each.hop.server_id in server_ids:
+                del self.by_hop[server_id]
+            elif server_id not in server_ids:
+                del self.by_hop[server_id]
+                yield each.hop
+        self.due_at = 0

@@ -1,0 +1,157 @@
+"""Names standbys for open sessions, so that the loss of a hop costs a session the computation of few tokens only."""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from corolla.chain.reservations import ChainBinding, Reservations
+from corolla.chain.routes import Routes
+from corolla.chain.standby_hops import StandbyHop
+from corolla.chain.streams import DataPlane
+from corolla.chassis.errors import CorollaError, HopUnavailable
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+
+StandbyMode = Literal["auto", "off", "all"]
+
+LONGEST_REPLAY_S: Final = 0.15
+"""In the mode `auto`, a hop gets a standby once computing its part of the text again would take longer than this."""
+_TOKENS_BETWEEN_LOOKS: Final = 64
+"""A standby may be gone, and a server may have joined that can stand by: a session looks again after so many tokens."""
+
+
+class Standbys:
+    """Names the standbys of all sessions of this process.
+
+    Args:
+        mode: `all`: every session has standbys, if servers can be found; `auto`: sessions with long texts; `off`: none.
+    """
+
+    def __init__(
+        self, mode: StandbyMode, routes: Routes, reservations: Reservations, plane: DataPlane, tasks: TaskGroup
+    ) -> None:
+        self._mode: Final = mode
+        self._routes = routes
+        self._reservations = reservations
+        self._plane = plane
+        self._tasks = tasks
+        self._bindings: dict[bytes, ChainBinding] = {}
+        plane.on_standby_lost = self._on_lost
+
+    def cover(self, binding: ChainBinding, texts: Sequence[Sequence[int]], position: int) -> None:
+        """Starts to name standbys for the hops that need one and have none, unless that is under way.
+
+        Args:
+            texts: the known tokens of the binding's sessions; empty if these have no token ids.
+            position: how many tokens the longest session has, or is about to have.
+        """
+        standbys = binding.standbys
+        if self._mode == "off" or position < standbys.due_at or standbys.are_over:
+            return
+        standbys.due_at = position + _TOKENS_BETWEEN_LOOKS
+        needing = list[common_pb2.Hop]()
+        for hop in binding.chain.hops:
+            held = standbys.by_hop.get(hop.server_id)
+            if held is not None and held.is_named and self._routes.may_use(held.hop):
+                continue
+            least = 0 if self._mode == "all" else self._routes.tokens_in(LONGEST_REPLAY_S, hop)
+            if position >= least:
+                needing.append(hop)
+            else:
+                standbys.due_at = min(standbys.due_at, least)
+        if needing:
+            self._tasks.start(self._name_all(binding, texts, needing), "standbys of a session")
+
+    def drop(self, binding: ChainBinding) -> None:
+        """Frees the sessions on standbys, whose tokens are of no use any more."""
+        self._reservations.give_back(binding.identities, binding.standbys.hops)
+        binding.standbys.by_hop.clear()
+        binding.standbys.due_at = 0
+        for identity in binding.identities:
+            self._bindings.pop(identity.session_id, None)
+
+    async def _name_all(
+        self, binding: ChainBinding, texts: Sequence[Sequence[int]], hops: Sequence[common_pb2.Hop]
+    ) -> None:
+        for hop in hops:
+            if binding.standbys.are_over or hop not in binding.chain.hops:
+                return
+            self._bindings |= dict.fromkeys((each.session_id for each in binding.identities), binding)
+            await self._name(binding, texts, hop)
+
+    async def _name(self, binding: ChainBinding, texts: Sequence[Sequence[int]], hop: common_pb2.Hop) -> None:
+        """Names a standby for one hop: opens the sessions there, and then tells the hop."""
+        standbys, identities = binding.standbys, binding.identities
+        held = self._held_or_chosen(binding, hop)
+        if held is None:
+            return
+        num_trusted = held.num_trusted
+        transfer_ids = [secrets.token_bytes(16) for _ in identities]
+        try:
+            for server in (hop, held.hop):
+                if not (await self._plane.connect(server.address)).takes_standbys:
+                    raise HopUnavailable("a server does not stand by for sessions", server.address)
+            replies = await self._reservations.open_standby(binding, held.hop, hop, texts, transfer_ids)
+        except CorollaError as failure:
+            log.info("a server cannot stand by for a session", extra={"reason": failure.reason})
+            if standbys.by_hop.get(hop.server_id) is held:
+                self._refuse(binding, hop)
+            return
+        if standbys.by_hop.get(hop.server_id) is not held:
+            self._reservations.give_back(identities, [held.hop])
+            return
+        if binding.identities is not identities:
+            return  # the sessions are opened again, and the next look names the standby in their new epoch
+        if num_trusted is not None:
+            self._reservations.truncate(identities, held.hop, num_trusted)
+        for identity, reply, transfer_id in zip(identities, replies, transfer_ids, strict=True):
+            num_held = reply.num_cached_tokens if num_trusted is None else min(reply.num_cached_tokens, num_trusted)
+            named = pb.Standby(
+                session_id=identity.session_id, epoch=identity.epoch, hop=held.hop, transfer_id=transfer_id,
+                num_tokens=num_held,
+            )  # fmt: skip
+            self._plane.notify(hop.address, named)
+        held.is_named, held.num_trusted = True, None
+
+    def _held_or_chosen(self, binding: ChainBinding, hop: common_pb2.Hop) -> StandbyHop | None:
+        """The standby that a hop has, or had in an earlier epoch; else the best one that it may have."""
+        standbys = binding.standbys
+        held = standbys.by_hop.get(hop.server_id)
+        if held is not None and self._routes.may_use(held.hop):
+            return held
+        if held is not None:
+            self._refuse(binding, hop)
+        taken = {each.server_id for each in (*binding.chain.hops, *standbys.hops)}
+        num_tokens = binding.open_options.max_tokens * len(binding.identities)
+        chosen = self._routes.standby_for(hop, taken | standbys.refused, num_tokens, self._num_placed())
+        if chosen is None:
+            return None
+        held = standbys.by_hop[hop.server_id] = StandbyHop(chosen)
+        return held
+
+    def _num_placed(self) -> Counter[str]:
+        """Maps server ids to the number of this process's chains that have the server as a standby."""
+        bindings = {id(binding): binding for binding in self._bindings.values()}
+        return Counter(hop.server_id for binding in bindings.values() for hop in binding.standbys.hops)
+
+    def _refuse(self, binding: ChainBinding, hop: common_pb2.Hop) -> None:
+        """Gives up a hop's standby; the sessions will not be copied to that server again."""
+        standby = binding.standbys.by_hop.pop(hop.server_id).hop
+        binding.standbys.refused.add(standby.server_id)
+        self._reservations.give_back(binding.identities, [standby])
+
+    def _on_lost(self, session_id: bytes, address: str) -> None:
+        """Names another standby soon: a hop says that its standby has lost a session, or that it cannot copy it."""
+        binding = self._bindings.get(session_id)
+        if binding is None:
+            return
+        for hop in binding.chain.hops:
+            held = binding.standbys.by_hop.get(hop.server_id)
+            if hop.address == address and held is not None and held.is_named:
+                self._refuse(binding, hop)
+                binding.standbys.due_at = 0
