@@ -228,7 +228,15 @@ class Swarm:
 
     async def add_client(self, *, bounds: ClientBounds | None = None, **settings_of_this: Any) -> ClientService:
         tls_dir = self._tls_dir(Role.CLIENT, len(self._wires))
-        given = {"port": 0, "model": self._model, **_HERE, "tls_dir": tls_dir, **self._client_settings}
+        # The speed that servers announce would decide which answers have standbys, and a busy machine is slow.
+        given = {
+            "port": 0,
+            "model": self._model,
+            **_HERE,
+            "tls_dir": tls_dir,
+            "standby": "off",
+            **self._client_settings,
+        }
         given |= settings_of_this
         settings = ClientSettings(router=self.router_address, **given)
         wires = Wires(Network.from_folder(settings.tls_dir))

@@ -13,6 +13,7 @@ from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
@@ -28,6 +29,7 @@ from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.reservations import ChainLimits
 from corolla.chain.routes import Routes
+from corolla.chain.standbys import StandbyMode
 from corolla.chain.streams import DataPlane
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
@@ -125,14 +127,19 @@ class Server:
         )  # fmt: skip
         most = scenario.max_step_tokens
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
+        sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
+        standbys = Standbys(
+            self.sessions, sender, self.peers, self._neighbours, streams, FINGERPRINT, self._tasks, metrics,
+            least_tokens=scenario.page_tokens,
+        )  # fmt: skip
         servicer = BlockServicer(
             identity, self.engine, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
-            self._tasks, num_heartbeats=lambda: self._registration.num_heartbeats,
+            self._tasks, num_heartbeats=lambda: self._registration.num_heartbeats, standbys=standbys,
         )  # fmt: skip
-        sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
         self._drain = Drain(
-            description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, streams
-        )
+            description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, streams,
+            standbys=standbys,
+        )  # fmt: skip
         self._heartbeats: asyncio.Task[None] | None = None
         cluster.network.take_streams(self.address, self.process, servicer.accept)
         self.process.keep_up(self._run())
@@ -220,7 +227,8 @@ class Client:
             max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
             max_tokens_ahead=scenario.max_tokens_ahead,
         )  # fmt: skip
-        self.sessions = WatchedSessions(routes, self.plane, limits, metrics.count_recovery)
+        standby: StandbyMode = "all" if scenario.has_standbys else "off"
+        self.sessions = WatchedSessions(routes, self.plane, limits, TaskGroup(), metrics.count_recovery, standby)
         self.transcripts = Transcripts(control, LEASE_S, TaskGroup())
         limits_of_model = ModelLimits(
             4096,

@@ -179,6 +179,11 @@ class Scenario:
         return covers(self.spans, self.faults, self.model.num_blocks)
 
     @property
+    def has_standbys(self) -> bool:
+        """Whether hops copy sessions to standbys."""
+        return self.seed % 4 > 1
+
+    @property
     def is_tight(self) -> bool:
         """Whether sessions may not fit the servers."""
         return self.num_pages * self.page_tokens < 1000

@@ -20,6 +20,7 @@ WAYS: dict[SessionState, tuple[SessionEvent, ...]] = {
     S.NEW: (), S.ARRIVING: (E.OFFERED,), S.UNCLAIMED: (E.OFFERED, E.ARRIVED), S.RUNNING: (E.OPENED,),
     S.PARKED: (E.OPENED, E.TURN_ENDED), S.ORPHANED: (E.OPENED, E.STREAM_ENDED), S.LEAVING: (E.OPENED, E.LAST_PART_READ),
     S.LEAVING_PARKED: (E.OPENED, E.TURN_ENDED, E.LAST_PART_READ), S.GONE: (E.OPENED, E.FREED),
+    S.STANDBY: (E.NAMED_STANDBY,),
 }  # fmt: skip
 """How a session gets into each state."""
 
@@ -31,6 +32,8 @@ def happen(table: Table, event: SessionEvent) -> None:
     match event:
         case E.OPENED:
             table.open(a_request(epoch=epoch + 1), 0.0)
+        case E.NAMED_STANDBY:
+            table.open_standby(a_request(epoch=epoch + 1, standby_transfer_id=TRANSFER), 0.0)
         case E.OFFERED:
             table.receive(a_request(epoch=epoch + 1, resume=False), TRANSFER, 0.0)
         case E.TURN_ENDED:

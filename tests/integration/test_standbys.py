@@ -1,0 +1,195 @@
+"""Sessions that are copied to standbys while they go on, and hops that die then."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.block_server.hop_session import SessionState
+from corolla.block_server.service import BlockServer
+from corolla.sdk.results import Generation
+from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint
+from tests.faulty_runner import plant_fault
+from tests.integration.metrics import sample
+from tests.integration.swarm import Swarm
+from tests.integration.waiting import until
+from tests.tiers import quick
+
+PROMPT = "the thin man in the inner tent " * 12
+NUM_PROMPT_TOKENS = 240
+OPTIONS: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+SPANS = ["0:2", "0:2", "2:5", "2:5"]
+
+
+def swarm_of(
+    folder: Path, model: Path, spans: Sequence[str] = SPANS, client: Mapping[str, Any] | None = None, **options: Any
+) -> Swarm:
+    settings = {"standby": "all", "prefill_chunk_tokens": 16, **(client or {})}
+    return Swarm(folder, model, spans, client=settings, **options)
+
+
+def num_held(server: BlockServer, state: SessionState = SessionState.STANDBY) -> int:
+    """How many tokens a server holds of sessions in a state."""
+    return sum(each.num_tokens for each in server.sessions if each.state is state)
+
+
+async def begin(swarm: Swarm, hop: int, **options: Any) -> tuple[asyncio.Task[Generation], BlockServer, BlockServer]:
+    """Begins an answer. Returns it with the servers that hold and stand by for a hop, once some tokens are copied."""
+    for server in swarm.servers:
+        plant_fault(server.engine.runner, before=lambda rows: time.sleep(0.005))
+
+    async def ask() -> Generation:
+        async with swarm.connect() as client:
+            return await client.generate(PROMPT, **{**OPTIONS, **options})
+
+    answering = asyncio.create_task(ask())
+    alike = [server for server in swarm.servers if server.settings.blocks == SPANS[2 * hop]]
+    await until(lambda: answering.done() or max(map(num_held, alike)) > NUM_PROMPT_TOKENS + 16)
+    (running,) = [server for server in alike if num_held(server, SessionState.RUNNING)]
+    return answering, running, max(alike, key=num_held)
+
+
+async def undisturbed(swarm: Swarm, **options: Any) -> tuple[int, ...]:
+    async with swarm.connect() as client:
+        answer = await client.generate(PROMPT, **{**OPTIONS, **options})
+    assert answer.usage.prompt_tokens == NUM_PROMPT_TOKENS
+    return answer.token_ids
+
+
+async def num_recomputed(swarm: Swarm) -> float:
+    return await sample(swarm.clients[0].metrics_port, "corolla_recomputed_tokens_total")
+
+
+@pytest.mark.parametrize("hop", quick([0, 1], 1))
+async def test_a_standby_takes_the_place_of_a_lost_hop(tmp_path: Path, model: Path, hop: int) -> None:
+    async with swarm_of(tmp_path, model) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, _ = await begin(swarm, hop)
+        await swarm.crash(running)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert await num_recomputed(swarm) < 64
+        await swarm.until_empty()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculation": "prompt_lookup"},
+        {"speculation": "prompt_lookup", "temperature": 1.0, "seed": 3},
+        {"n": 3, "temperature": 1.0, "seed": 3},
+    ],
+    ids=["drafts", "sampled drafts", "forks"],
+)
+@pytest.mark.parametrize("hop", [0, 1])
+async def test_tokens_that_the_answer_may_drop_do_not_count(
+    tmp_path: Path, model: Path, options: dict[str, Any], hop: int
+) -> None:
+    async with swarm_of(tmp_path, model) as swarm, swarm.connect() as client:
+        expected = await client.generate(PROMPT, **{**OPTIONS, **options})
+        answering, running, _ = await begin(swarm, hop, **options)
+        await swarm.crash(running)
+        answer = await answering
+        assert [each.token_ids for each in answer.completions] == [each.token_ids for each in expected.completions]
+        await swarm.until_empty()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neo", "deepseek_v3"])
+@pytest.mark.parametrize("hop", [0, 1])
+async def test_windows_and_latents_are_copied(tmp_path: Path, family: str, hop: int) -> None:
+    model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": CONTEXT_LENGTH})
+    async with swarm_of(tmp_path, model) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, _ = await begin(swarm, hop)
+        await swarm.crash(running)
+        assert (await answering).token_ids == expected
+        assert await num_recomputed(swarm) < 64
+
+
+@pytest.mark.full
+async def test_codes_are_copied_between_services_that_prove_who_they_are(tmp_path: Path, model: Path) -> None:
+    client = {"kv_cache_dtype": "int8"}
+    async with swarm_of(tmp_path, model, server={"kv_cache_dtype": "int8"}, client=client, is_encrypted=True) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, _ = await begin(swarm, 1)
+        await swarm.crash(running)
+        assert (await answering).token_ids == expected
+        assert await num_recomputed(swarm) < 64
+
+
+@pytest.mark.full
+async def test_a_second_loss_finds_the_next_standby(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, [*SPANS, "0:2"]) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, standby = await begin(swarm, 0)
+        (other,) = [swarm.servers[number] for number in (0, 1, 4) if swarm.servers[number] not in (running, standby)]
+        await swarm.crash(running)
+        await until(lambda: num_held(other) > NUM_PROMPT_TOKENS)
+        assert num_held(standby, SessionState.RUNNING)
+        await swarm.crash(standby)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 2)
+        assert await num_recomputed(swarm) < 64
+
+
+@pytest.mark.full
+async def test_a_standby_that_dies_is_replaced(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, [*SPANS, "0:2"]) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, standby = await begin(swarm, 0)
+        (other,) = [swarm.servers[number] for number in (0, 1, 4) if swarm.servers[number] not in (running, standby)]
+        await swarm.die(standby)
+        await until(lambda: num_held(other) > NUM_PROMPT_TOKENS)
+        await swarm.crash(running)
+        assert (await answering).token_ids == expected
+        assert await num_recomputed(swarm) < 64
+
+
+@pytest.mark.full
+async def test_a_session_that_grows_keeps_its_standby(tmp_path: Path) -> None:
+    """Its hops are opened again for each growth: what a standby has got before still counts."""
+    options: dict[str, Any] = {"max_tokens": None}
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny")
+    async with swarm_of(tmp_path, model) as swarm:
+        expected = await undisturbed(swarm, **options)
+        answering, running, standby = await begin(swarm, 0, **options)
+        await until(lambda: num_held(standby) > 480)
+        await swarm.crash(running)
+        assert (await answering).token_ids == expected
+        assert await num_recomputed(swarm) < 64
+
+
+async def test_a_server_that_leaves_hands_only_the_rest_to_a_standby(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, server={"grace_s": 30.0}) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, standby = await begin(swarm, 1)
+        await running.stop()
+        assert num_held(standby, SessionState.RUNNING) > NUM_PROMPT_TOKENS
+        swarm.servers.remove(running)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert await num_recomputed(swarm) == 0
+        moved = await sample(standby.metrics_port, "corolla_handover_bytes_total", direction="in")
+        assert moved < await sample(standby.metrics_port, "corolla_standby_bytes_total", direction="in") / 4
+        await swarm.until_empty()
+
+
+@pytest.mark.full
+async def test_a_standby_gives_its_pages_to_sessions_that_need_them(tmp_path: Path, model: Path) -> None:
+    """Its client names no other one, since there is none, and a loss is computed again."""
+    async with swarm_of(tmp_path, model, server={"kv_cache_mib": 1}) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, standby = await begin(swarm, 0)
+        sessions = standby.engine.sessions
+        # They fit only if the standby goes.
+        standby.engine.between_iterations(lambda: sessions.make_room(sessions.max_session_tokens))
+        await until(lambda: not num_held(standby))
+        await swarm.crash(running)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        await swarm.until_empty()
