@@ -196,6 +196,18 @@ def _write_consolidated(source: Path, folder: Path) -> None:
     (folder / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def _flat(folder: Path) -> None:
+    """The settings of the language model next to those of the whole, which transformers reads, too."""
+    config = json.loads((folder / "config.json").read_text())
+    text = {name: value for name, value in config.pop("text_config").items() if name != "model_type"}
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    (folder / "config.json").write_text(json.dumps({**text, **config}))
+
+
 def _change(folder: Path, change: Callable[[str, Tensor], dict[str, Tensor]]) -> None:
     """Replaces each tensor of a checkpoint by one or several others."""
     weight_map: dict[str, str] = {}
@@ -275,7 +287,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published("Qwen2.5-72B-AWQ", "qwen2", weights="AWQ", made="awq"),
     Published(
         "Qwen2.5-VL-72B", "qwen2", "qwen2_5_vl", {"model_type": "qwen2_5_vl_text", **_sections(4, 2, 2)},
-        _QWEN2_VISION,
+        _QWEN2_VISION, change=_flat,
     ),
     Published("Qwen3-32B", "qwen3"),
     Published("Qwen3-30B-A3B", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY),

@@ -17,12 +17,15 @@ from corolla.models.families import FAMILIES
 ALIASES: Final[Mapping[str, Mapping[str, Any]]] = {
     "glm4v_moe_text": {"model_type": "glm4_moe", "use_qk_norm": False},
     "kimi_k2": {"model_type": "deepseek_v3"},
-    "qwen2_5_vl_text": {"model_type": "qwen2"},
+    "qwen2_5_vl": {"model_type": "qwen2"},
     "qwen3_omni_moe_text": {"model_type": "qwen3_moe"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
     "qwen3_vl_text": {"model_type": "qwen3"},
 }
-"""Model types whose texts another family's code computes, bit for bit, with that family's settings."""
+"""Model types whose texts another family's code computes, bit for bit, with that family's settings.
+
+Files of `qwen2_5_vl` may have the settings of the language model in no table of their own.
+"""
 
 # These types' files hold the matrices of experts transposed, as transformers' conversion table says.
 _TRANSPOSED: Final = frozenset({"qwen3_vl_moe_text"})
@@ -52,7 +55,7 @@ class TextModel:
 
     Attributes:
         settings: the settings of the language model, in the form of its own `config.json`.
-        is_wrapped: whether they are a part of the settings of a larger model.
+        is_wrapped: whether they are those of a larger model, or a part of them.
     """
 
     settings: Mapping[str, Any]
@@ -70,7 +73,7 @@ class TextModel:
             own = {name: value for name, value in inner[key].items() if value is not None or name not in shared}
             outer = str(inner.get("model_type") or "")
             inner = {"model_type": _default_type(outer, key) or outer, **shared, **own}
-        return cls(inner, is_wrapped=inner is not stored)
+        return cls(inner, is_wrapped=inner is not stored or isinstance(stored.get("vision_config"), Mapping))
 
     @property
     def model_type(self) -> str:
@@ -90,7 +93,9 @@ class TextModel:
         """The settings by the names and defaults of the family."""
         settings = dict(self.settings)
         if self.family != self.model_type and self.model_type in CONFIG_MAPPING:
-            settings = CONFIG_MAPPING[self.model_type].from_dict(settings).to_dict()
+            own: Any = CONFIG_MAPPING[self.model_type].from_dict(settings)
+            shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
+            settings = {**own.get_text_config(decoder=True).to_dict(), **shared}
         if isinstance(rope := settings.get("rope_parameters"), Mapping):
             # The sections have positions of their own only in images.
             kept = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
