@@ -9,6 +9,7 @@ The order follows the sessions that plans book: a server's cost is looked up whe
 it has risen. Costs fall with the next placement only.
 """
 
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -95,13 +96,16 @@ class _Alike:
     """The servers of one kind, by their known seconds per block."""
 
     def __init__(self, servers: Iterable[Candidate]) -> None:
-        self.known = [_Known(each, each.seconds_per_block) for each in servers]
-        self.least_prompt_seconds = min(each.server.prompt_seconds for each in self.known)
-        self.sort()
+        known = [_Known(each, each.seconds_per_block) for each in servers]
+        self.known = sorted(known, key=attrgetter("seconds"))
+        self.least_prompt_seconds = min(each.server.prompt_seconds for each in known)
 
-    def sort(self) -> None:
-        """Equal servers stay in their order."""
-        self.known.sort(key=attrgetter("seconds"))
+    def move_back(self, raised: Collection[_Known]) -> None:
+        """Moves servers whose seconds have risen behind their equals, so that equals take turns."""
+        ids = {each.server.server_id for each in raised}
+        self.known = [each for each in self.known if each.server.server_id not in ids]
+        for each in raised:
+            insort(self.known, each, key=attrgetter("seconds"))
 
 
 class Replicas:
@@ -217,25 +221,27 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
     Args:
         holders: The servers of this kind that hold some of the session's text.
     """
-    front = _Front(session, num_of_each)
-    for server in holders:
-        front.consider(server)
     ids = {each.server_id for each in holders}
     # The others have to compute all that the best one holds.
     least_more = session.most_held * alike.least_prompt_seconds / ANSWER_TOKENS
-    is_sorted = True
-    for known in alike.known:
-        # No later server is faster, and the queue of none is shorter than none.
-        if front.is_beaten(known.seconds + least_more):
-            break
-        seconds = session.loaded_seconds(known.server)
-        if seconds > known.seconds:
-            known.seconds, is_sorted = seconds, False
-        if known.server.server_id not in ids:
-            front.consider(known.server)
-    if not is_sorted:
-        alike.sort()
-    return front.servers()
+    while True:
+        front = _Front(session, num_of_each)
+        for server in holders:
+            front.consider(server)
+        raised: list[_Known] = []
+        for known in alike.known:
+            # No later server is faster, and the queue of none is shorter than none.
+            if front.is_beaten(known.seconds + least_more):
+                break
+            seconds = session.loaded_seconds(known.server)
+            if seconds > known.seconds:
+                known.seconds = seconds
+                raised.append(known)
+            elif known.server.server_id not in ids:
+                front.consider(known.server)
+        if not raised:
+            return front.servers()
+        alike.move_back(raised)
 
 
 def _kind(server: Candidate) -> _Kind:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.chassis.metrics import new_registry
@@ -13,7 +14,7 @@ from corolla.router import mirror
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
-from corolla.router.store import Store
+from corolla.router.store import Store, key_prefix
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
@@ -219,6 +220,23 @@ async def test_a_mark_that_ends_is_gone_at_the_next_reading(redis_url: str, rout
 
     assert not await is_free()
     await until(is_free)
+    await store.close()
+
+
+async def test_a_version_without_its_change_is_read_as_a_whole(redis_url: str, router: Router, model: str) -> None:
+    """The store lost writes, or another release wrote them."""
+    servers = [BlockServer(router, model) for _ in range(2)]
+    for each in servers:
+        await each.join()
+    store = Store(redis_url, 5.0, RouterMetrics(new_registry()))
+    registry = Registry(store, lease_ms=60_000, read_whole_s=1e9)
+    before = await registry.snapshot(model)
+    async with Redis.from_url(redis_url) as redis:
+        await redis.hdel(key_prefix(model) + "servers", servers[0].server_id)
+        assert await registry.snapshot(model) == before
+        await redis.hincrby(key_prefix(model) + "placement", "version", 1)
+    (left,) = (await registry.snapshot(model)).servers
+    assert left.server.server_id == servers[1].server_id
     await store.close()
 
 

@@ -31,7 +31,7 @@ from tests.tiers import quick
 LEASE_MS = 1000
 NUM_BLOCKS = 12
 DAY_MS = 86_400_000
-ADDRESSES = st.sampled_from(["a:1", "b:1", "c:1"])
+ADDRESSES = st.sampled_from(["a:1", "a:2", "b:1"])
 STATES = st.sampled_from([pb.SERVER_STATE_JOINING, pb.SERVER_STATE_READY, pb.SERVER_STATE_DRAINING])
 
 

@@ -182,6 +182,21 @@ async def test_a_change_of_a_server_that_is_not_known_is_ignored() -> None:
 
 
 @watched
+async def test_planners_begin_at_their_turns_and_go_round(router: Router, watch: PlacementWatch) -> None:
+    servers = [
+        pb.PlacedServer(
+            server=pb.ServerDescription(server_id=name, address=f"{name}:1", fingerprint="f"),
+            span=common_pb2.BlockSpan(start=0, end=5), state=pb.SERVER_STATE_READY,
+        )
+        for name in "cadb"
+    ]  # fmt: skip
+    await router.push(pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain(), turn=0.5))
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    chains = [await routes.plan(num_tokens=1, record_id="", blocks=None) for _ in range(8)]
+    assert "".join(chain.hops[0].server_id for chain in chains) == "cdabcdab"
+
+
+@watched
 async def test_sessions_that_lose_a_server_at_once_are_placed_one_after_another(
     router: Router, watch: PlacementWatch
 ) -> None:
