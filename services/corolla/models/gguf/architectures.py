@@ -18,6 +18,7 @@ class Transform(StrEnum):
     KEYS = "keys"
     """The same of heads of keys."""
     LESS_ONE = "less one"
+    """The file has one more."""
     LOGARITHM = "logarithm"
     """The file has minus the exponential."""
     LATENTS = "latents"
@@ -25,8 +26,9 @@ class Transform(StrEnum):
     COLUMNS = "columns"
     """Experts are transposed, and columns of several stored ones alternate."""
     HEADS = "heads"
-    """Queries, keys, values and gates stand together for each head of keys, also in older files; in others, they are
-    queries, keys and values, and gates."""
+    """The model has queries, keys, values and gates next to one another for each head of keys. The file has all
+    queries, all keys and all values in a tensor, and all gates in another one; older files have one, as the model.
+    """
     TILED = "tiled"
     """Heads of values stand together by their heads of keys, and by their numbers at each of these in the file."""
     TILED_VALUES = "tiled values"
@@ -34,6 +36,7 @@ class Transform(StrEnum):
     TILED_COLUMNS = "tiled columns"
     """The same of columns."""
     TILED_LOGARITHM = "tiled logarithm"
+    """TILED, and then LOGARITHM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ _YARN = {
         ("qwen3_next", {"num_key_value_heads": 1, "linear_num_value_heads": 6}),
         ("ernie4_5", {"use_bias": False}),
         ("cohere", {"use_qk_norm": False, "attention_bias": True}),
+        ("minimax_m2", {"head_dim": 32, "partial_rotary_factor": 0.5}),
         (
             "gemma3_text",
             {
@@ -167,6 +168,18 @@ def test_older_files_have_one_matrix_for_keys_and_values_of_latents(tmp_path: Pa
             "attention.value_length": 12, "attention.head_count_kv": 4}  # fmt: skip
     older = {f"deepseek2.{key}": value for key, value in said.items()}
     assert_equal_to_model(rewrite_gguf(path, tmp_path / "older.gguf", older, tensors), source)
+
+
+@pytest.mark.full
+def test_experts_may_have_gates_and_inputs_in_one_tensor(tmp_path: Path) -> None:
+    """llama.cpp's converter writes them so with `--fuse-gate-up-exps`."""
+    source, path = make_tiny_gguf("qwen3_moe", tmp_path)
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+    tensors: dict[str, Any] = {}
+    for block in range(4):
+        names = [f"blk.{block}.ffn_{name}_exps.weight" for name in ("gate", "up", "gate_up")]
+        tensors |= {names[0]: None, names[1]: None, names[2]: np.concatenate([stored[name] for name in names[:2]], 1)}
+    assert_equal_to_model(rewrite_gguf(path, tmp_path / "fused.gguf", tensors=tensors), source)
 
 
 @pytest.mark.parametrize("factor, trained", [(8.0, 64), pytest.param(32.0, 256, marks=pytest.mark.full)])
