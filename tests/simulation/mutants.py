@@ -16,7 +16,6 @@ from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
-from corolla.chain.standby_hops import StandbyHops
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
@@ -207,16 +206,3 @@ async def _growth_forgotten(right: Any, self: Recovery, binding: Any, *args: Any
 def _drafts_settled(right: Any, self: Any, *args: Any, num_drafts: int = 0, **options: Any) -> Any:
     """A hop copies drafts to a standby as if the answer kept them."""
     return right(self, *args, **options)
-
-
-@_mutant("standbys trusted", StandbyHops, "distrust")
-def _standbys_trusted(_right: Any, self: StandbyHops, position: int) -> None:
-    """What a standby got before the sessions were opened again counts, whatever they compute since."""
-    for each in self.by_hop.values():
-        each.is_named = False
-    self.due_at = 0
-
-
-@_mutant("window whole", SessionTable, "_forget_unsent")
-def _window_whole(_right: Any, self: Any, held: Any) -> None:
-    """A standby goes on from where it lacks tokens that a window sees."""

@@ -564,6 +564,7 @@ class BlockServer:
         if "engine" not in self.parts.started:
             return router_pb2.ServerLoad()
         pool = self._sessions.pool
+        num_copied = self._standbys.num_copied_tokens if "servicer" in self.parts.started else 0
         return router_pb2.ServerLoad(
             num_sessions=len(self._sessions),
             num_pages=pool.num_pages,
@@ -575,5 +576,5 @@ class BlockServer:
             decode_batch_rows=self.engine.decode_batch_rows,
             numerics=str(self._numerics),
             kernels=self._kernels,
-            num_tokens_at_risk=self._sessions.num_running_tokens,
+            num_tokens_at_risk=max(0, self._sessions.num_running_tokens - num_copied),
         )

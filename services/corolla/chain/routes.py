@@ -37,6 +37,7 @@ from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
+_MOST_TOKENS: Final = 2**31
 # The greatest age of a heartbeat when a router's push brings its load to this process.
 _BOOKING_LAG_S: Final = 2.0
 
@@ -196,10 +197,11 @@ class Routes:
         return not self._is_gone(hop)
 
     def tokens_in(self, seconds: float, hop: common_pb2.Hop) -> int:
-        """How many tokens of a prompt the hop computes in this time."""
+        """How many tokens of a prompt the hop computes in this time; very many if its speed is not known."""
         server = self._indexed().ready.get(hop.server_id)
-        per_token_s = 0.0 if server is None else server.prompt_seconds * len(Span.from_message(hop.span))
-        return round(seconds / per_token_s) if per_token_s else 0
+        if server is None:
+            return _MOST_TOKENS
+        return round(seconds / (server.prompt_seconds * len(Span.from_message(hop.span))))
 
     def standby_for(
         self, hop: common_pb2.Hop, excluded: Collection[str], num_tokens: int, num_placed: Mapping[str, int]

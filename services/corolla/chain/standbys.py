@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
@@ -51,7 +52,10 @@ class Standbys:
             position: how many tokens the longest session has, or is about to have.
         """
         standbys = binding.standbys
-        if self._mode == "off" or position < standbys.due_at or standbys.are_over:
+        if position < standbys.due_at or standbys.are_over:
+            return
+        if self._mode == "off":
+            standbys.due_at = sys.maxsize
             return
         standbys.due_at = position + _TOKENS_BETWEEN_LOOKS
         needing = list[common_pb2.Hop]()

@@ -519,3 +519,60 @@ def test_a_draining_server_opens_no_session_and_keeps_its_own_until_they_have_mo
         step(table, reopened.request, 1, 1)
     with pytest.raises(HopLeaving):
         table.open(a_request(epoch=3), 0.0)
+
+
+def a_standby(table: SessionTable[SessionPages], num_tokens: int, **changes: Any) -> HopSession[SessionPages]:
+    """A standby that another hop has filled."""
+    held = table.open_standby(a_request(standby_transfer_id=TRANSFER, transient=True, **changes), 0.0)
+    table.grow_standby(held, num_tokens)
+    held.cache.make_writable(0, num_tokens)
+    held.cache.commit(num_tokens)
+    return held
+
+
+def test_a_standby_keeps_what_it_got_and_reserves_nothing_ahead() -> None:
+    table = a_table()
+    held = a_standby(table, 6, max_tokens=32)
+    assert held.num_pages == table.pool.pages_for(6)
+    with pytest.raises(StaleEpoch):
+        step(table, held.request, 6, 1)
+    with pytest.raises(HopSessionLost):
+        table.get_arriving(b"s", 1, b"y" * 16, 1.0)
+    assert table.get_arriving(b"s", 1, TRANSFER, 1.0) is held
+    again = table.open_standby(a_request(epoch=2, standby_transfer_id=b"y" * 16), 1.0)
+    assert (again, again.cache.num_tokens) == (held, 6)
+    with pytest.raises(HopSessionLost):
+        table.get_arriving(b"s", 2, TRANSFER, 1.0)
+    assert table.open(a_request(epoch=3, max_tokens=32), 2.0).cache.num_tokens == 6
+    assert held.state is SessionState.RUNNING
+
+
+def test_a_standby_goes_before_any_conversation() -> None:
+    table = a_table()
+    request = table.open(a_request(b"talk", max_tokens=PAGE_TOKENS), 0.0).request
+    step(table, request, 0, 1)
+    table.truncate(b"talk", 1, 1, idle=True)
+    a_standby(table, PAGE_TOKENS)
+    table.open(a_request(b"new", max_tokens=(NUM_PAGES - 1) * PAGE_TOKENS), 1.0)
+    assert table.get(b"s") is None
+    assert table.get(b"talk") is not None
+
+
+def test_standbys_take_half_of_the_pages_and_the_oldest_goes_first() -> None:
+    table = a_table()
+    half = NUM_PAGES // 2
+    first, second = (a_standby(table, PAGE_TOKENS, session_id=name, max_tokens=64) for name in (b"1", b"2"))
+    with pytest.raises(OutOfPages):
+        table.grow_standby(second, (half + 1) * PAGE_TOKENS)
+    assert table.get(b"1") is None
+    table.grow_standby(second, half * PAGE_TOKENS)
+    assert (first.state, second.num_pages) == (SessionState.GONE, half)
+
+
+@pytest.mark.parametrize("unsent, num_tokens", [(0, 12), (4, 12), (10, 0), (20, 0)])
+def test_a_standby_without_what_a_window_sees_holds_nothing(unsent: int, num_tokens: int) -> None:
+    pool = PagePool(16, PAGE_TOKENS)
+    table = SessionTable(pool, lambda: SessionPages(pool, [GroupRule(), GroupRule(window=6)]))
+    held = a_standby(table, 12, max_tokens=32)
+    held.unsent_before[1] = unsent
+    assert table.open(a_request(epoch=2, max_tokens=32), 1.0).cache.num_tokens == num_tokens

@@ -74,6 +74,11 @@ class Standbys:
     _links: dict[str, _SharedLink] = field(init=False, default_factory=dict)
     _room: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MOST_PARTS))
 
+    @property
+    def num_copied_tokens(self) -> int:
+        """How many tokens of this hop's sessions standbys hold, or are about to hold."""
+        return sum(each.progress.num_received for each in self._by_session.values())
+
     def name(self, control: pb.Standby, *, may_look: bool = True) -> None:
         """Takes a client's word which server stands by for a session. Must be called between iterations.
 

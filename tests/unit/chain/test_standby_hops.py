@@ -1,0 +1,33 @@
+"""How far standbys may be believed."""
+
+from corolla.chain.standby_hops import StandbyHop, StandbyHops
+from corolla.v1 import common_pb2
+
+
+def hop(server_id: str) -> common_pb2.Hop:
+    return common_pb2.Hop(server_id=server_id, address=f"{server_id}:1", span=common_pb2.BlockSpan(start=0, end=1))
+
+
+def test_what_came_after_an_opening_counts_only_once_the_standby_is_named_again() -> None:
+    standbys = StandbyHops({"a": StandbyHop(hop("s"), is_named=True)})
+    assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s")]))) == []
+    for position in (90, 70, 80):
+        standbys.distrust(position)
+    assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s"), hop("b")]))) == [(hop("s"), 70)]
+    assert not standbys.by_hop["a"].is_named
+    standbys.by_hop["a"] = StandbyHop(hop("s"), is_named=True)
+    assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s")]))) == []
+
+
+def test_a_standby_that_is_lost_as_well_replaces_nothing() -> None:
+    standbys = StandbyHops({"a": StandbyHop(hop("s")), "b": StandbyHop(hop("t"))})
+    assert standbys.replacements({"a"}) == {"a": hop("s")}
+    assert standbys.replacements({"a", "s"}) == {}
+    assert standbys.replacements(set()) == {}
+
+
+def test_a_new_chain_keeps_the_standbys_of_its_hops() -> None:
+    standbys = StandbyHops({name: StandbyHop(hop(f"of-{name}")) for name in "abc"})
+    left = list(standbys.settle(common_pb2.Chain(hops=[hop("a"), hop("of-b"), hop("d")])))
+    assert left == [hop("of-c")]
+    assert list(standbys.by_hop) == ["a"]

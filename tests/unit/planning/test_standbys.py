@@ -1,0 +1,54 @@
+"""Which server stands by for a hop."""
+
+from typing import Any
+
+import pytest
+
+from corolla.planning.standbys import standby_for
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
+
+
+def placed(server_id: str, host: str, zone: str = "a", start: int = 0, end: int = 4, **facts: Any) -> pb.PlacedServer:
+    server = pb.ServerDescription(server_id=server_id, address=f"{host}:1", fingerprint="f", zone=zone)
+    span = common_pb2.BlockSpan(start=start, end=end)
+    state, suspected = facts.pop("state", pb.SERVER_STATE_READY), facts.pop("suspected", False)
+    load = pb.ServerLoad(**{"numerics": "n", "max_session_tokens": 1000, **facts})
+    return pb.PlacedServer(server=server, span=span, state=state, suspected=suspected, load=load)
+
+
+HOP = common_pb2.Hop(server_id="hop", address="10.0.0.1:1", span=common_pb2.BlockSpan(start=0, end=2))
+HELD = placed("hop", "10.0.0.1")
+
+
+def chosen(*others: pb.PlacedServer, excluded: tuple[str, ...] = (), **facts: Any) -> str:
+    servers = {each.server.server_id: each for each in (HELD, *others)}
+    found = standby_for(HOP, servers, excluded, fingerprint="f", num_tokens=100, **facts)
+    if found is None:
+        return ""
+    assert found.span == HOP.span
+    return found.server_id
+
+
+def test_another_node_comes_before_another_zone_and_load() -> None:
+    here, near = placed("here", "10.0.0.1", num_free_pages=9), placed("near", "10.0.0.2", num_free_pages=9)
+    far, full = placed("far", "10.0.0.3", "b"), placed("full", "10.0.0.4", "b", num_free_pages=5)
+    assert chosen() == ""
+    assert chosen(here) == "here"
+    assert chosen(here, near) == "near"
+    assert chosen(here, near, far) == "far"
+    assert chosen(here, near, far, full) == "full"
+    assert chosen(here, near, far, full, num_placed={"full": 1}) == "far"
+    assert chosen(here, near, far, full, excluded=("far", "full")) == "near"
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"numerics": "other"}, {"state": pb.SERVER_STATE_DRAINING}, {"suspected": True}, {"max_session_tokens": 99},
+        {"start": 1}, {"end": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_server_that_could_not_go_on_does_not_stand_by(facts: dict[str, Any]) -> None:
+    assert chosen(placed("other", "10.0.0.2", **facts)) == ""
