@@ -223,6 +223,19 @@ async def test_a_mark_that_ends_is_gone_at_the_next_reading(redis_url: str, rout
     await store.close()
 
 
+async def test_all_servers_of_a_doubted_host_are_doubted(redis_url: str, router: Router, model: str) -> None:
+    servers = [BlockServer(router, model, address=address) for address in ("a:1", "a:2", "b:1")]
+    for each in servers:
+        await each.join("0:10")
+    store = Store(redis_url, 5.0, RouterMetrics(new_registry()))
+    registry = Registry(store, lease_ms=60_000, read_whole_s=1e9)
+    await registry.snapshot(model)
+    await registry.doubt(model, servers[0].server_id)
+    doubted = {each.server.address for each in (await registry.snapshot(model)).servers if each.doubted}
+    assert doubted == {"a:1", "a:2"}
+    await store.close()
+
+
 async def test_a_version_without_its_change_is_read_as_a_whole(redis_url: str, router: Router, model: str) -> None:
     """The store lost writes, or another release wrote them."""
     servers = [BlockServer(router, model) for _ in range(2)]
