@@ -65,7 +65,8 @@ class Mirror:
 
         Readings run one at a time. Calls that come during a reading share the next one.
         """
-        if self._next is None:
+        # A reading that was cancelled while it waited is done, and never began.
+        if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_task(self._read_after(self._running), name="placement")
             # All callers may be cancelled before a reading fails.
             self._next.add_done_callback(lambda task: None if task.cancelled() else task.exception())
