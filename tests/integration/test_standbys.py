@@ -193,3 +193,14 @@ async def test_a_standby_gives_its_pages_to_sessions_that_need_them(tmp_path: Pa
         answer = await answering
         assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
         await swarm.until_empty()
+
+
+@pytest.mark.full
+async def test_the_next_text_may_begin_on_a_standby(tmp_path: Path, model: Path) -> None:
+    """Once the answer has ended, hops and standbys keep its pages under the same names."""
+    async with swarm_of(tmp_path, model) as swarm:
+        answering, _, _ = await begin(swarm, 0)
+        await answering
+        await swarm.until_empty()
+        pools = [server.engine.sessions.pool for server in swarm.servers]
+        assert all(pool.num_cached * pool.page_tokens >= NUM_PROMPT_TOKENS for pool in pools)

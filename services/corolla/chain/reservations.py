@@ -429,10 +429,20 @@ class Reservations:
                 raise each
         return [each[0] for each in opened if not isinstance(each, BaseException)]
 
-    def remember(self, chain: common_pb2.Chain, open_options: OpenOptions, *texts: Sequence[int]) -> None:
-        """Notes that the chain's hops hold texts of sessions, so that texts with the same beginnings are led there."""
+    def remember(
+        self,
+        chain: common_pb2.Chain,
+        open_options: OpenOptions,
+        *texts: Sequence[int],
+        standbys: Sequence[common_pb2.Hop] = (),
+    ) -> None:
+        """Notes that the chain's hops hold texts of sessions, so that texts with the same beginnings are led there.
+
+        Args:
+            standbys: servers that hold the texts, too.
+        """
         if not chain.mixes_numerics:
-            server_ids = [hop.server_id for hop in chain.hops]
+            server_ids = [hop.server_id for hop in (*chain.hops, *standbys)]
             for text in texts:
                 self.routes.beginnings.remember(text, open_options.beginning_salt, server_ids)
 

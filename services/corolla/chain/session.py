@@ -368,9 +368,10 @@ class ChainSession(OpenSequences):
         identity = self.identity
         token_ids = self._history.token_ids[:num_tokens]
         open_options = self._binding.open_options
-        self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids)
+        standbys = self._binding.standbys
+        self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids, standbys=standbys.hops)
         texts = hop_texts(self.chain_to_record, token_ids, open_options.cache_salt, self._limits)
-        copies = [(each.hop, texts.get(server_id)) for server_id, each in self._binding.standbys.by_hop.items()]
+        copies = [(each.hop, texts.get(server_id)) for server_id, each in standbys.by_hop.items()]
         for hop, text in [*((hop, texts.get(hop.server_id)) for hop in self._holders()), *copies]:
             if text is None:
                 continue
