@@ -1,5 +1,6 @@
 """Makes tiny random checkpoints of every family, complete with tokenizer, on which the whole stack can run."""
 
+import copy
 import hashlib
 import shutil
 from collections.abc import Mapping
@@ -284,7 +285,8 @@ def tiny_config(family: str, num_blocks: int = 5, **changes: Any) -> PretrainedC
         scopes = ("local", "global", "global")
         facts = {**facts, "attention_types": [[[scopes[block % len(scopes)]], 1] for block in range(num_blocks)]}
     library: Any = AutoConfig
-    return cast(PretrainedConfig, library.for_model(family, **{**facts, **changes}))
+    # A configuration may change the tables that it gets.
+    return cast(PretrainedConfig, library.for_model(family, **copy.deepcopy({**facts, **changes})))
 
 
 def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_changes: Mapping[str, Any]) -> None:

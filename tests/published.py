@@ -6,6 +6,7 @@ Names, shapes and layouts of tensors are those that transformers' own classes an
 save a model, unless a row names another source. Numbers are random.
 """
 
+import copy
 import functools
 import json
 import re
@@ -432,7 +433,12 @@ class Row:
         settings = {name: value for name, value in facts.items() if name not in _NOTES}
         tokenizer = make_tokenizer()
         tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        settings |= {"model_type": published.family, "pad_token_id": None, **tokens, **published.text}
+        settings |= {
+            "model_type": published.family,
+            "pad_token_id": None,
+            **tokens,
+            **copy.deepcopy(dict(published.text)),
+        }
         if self._model_type not in {*CONFIG_MAPPING, *ALIASES}:
             self.folder.mkdir()
             if self._model_type:
