@@ -191,10 +191,7 @@ class BlockServicer:
                 page_tokens=identity.prefix_page_tokens,
                 has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
-                # Recurrent states are not copied yet.
-                takes_standbys=self.standbys is not None
-                and identity.prefix_page_tokens > 0
-                and not self.store.recurrent,
+                takes_standbys=self.standbys is not None and identity.prefix_page_tokens > 0,
             )
         )
         return known_peer or peer
@@ -386,21 +383,21 @@ class BlockServicer:
         except RoleDenied as error:
             # The stream goes on: an honest sender may offer one session with an expired capability and then others.
             _audit("handover", error, peer)
-            peer.send(_refusal(control.session_id, control.epoch, error))
+            peer.send(_refusal(control, error))
             return
         if self._has_adapter(request):
             self.engine.between_iterations(lambda: self.receiver.on_offer(request, control.transfer_id, peer))
         else:
-            self.tasks.start(self._take_offer(request, control.transfer_id, peer), "offer of a session with an adapter")
+            self.tasks.start(self._take_offer(request, control, peer), "offer of a session with an adapter")
 
-    async def _take_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
+    async def _take_offer(self, request: OpenRequest, control: pb.Handover, peer: Peer) -> None:
         """Takes a session over once its adapter is loaded, or refuses it."""
         try:
             await self._load_adapter(request)
         except CorollaError as error:
-            peer.send(_refusal(request.session_id, request.epoch, error))
+            peer.send(_refusal(control, error))
             return
-        self.engine.between_iterations(lambda: self.receiver.on_offer(request, transfer_id, peer))
+        self.engine.between_iterations(lambda: self.receiver.on_offer(request, control.transfer_id, peer))
 
     def _handover_tokens(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         if peer.client_id:
@@ -450,8 +447,11 @@ class AdminEndpoint:
             await self._rpc.stop(_FAREWELL_S)
 
 
-def _refusal(session_id: bytes, epoch: int, error: CorollaError) -> pb.HandoverAnswer:
-    return pb.HandoverAnswer(session_id=session_id, epoch=epoch, reason=error.reason, message=error.message)
+def _refusal(offer: pb.Handover, error: CorollaError) -> pb.HandoverAnswer:
+    return pb.HandoverAnswer(
+        session_id=offer.session_id, epoch=offer.epoch, transfer_id=offer.transfer_id,
+        reason=error.reason, message=error.message,
+    )  # fmt: skip
 
 
 def _audit(event: str, error: CorollaError, peer: Peer) -> None:

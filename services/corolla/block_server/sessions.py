@@ -204,32 +204,31 @@ class SessionTable(Generic[AnyCache]):
         return session
 
     def grow_standby(self, session: HopSession[AnyCache], num_tokens: int) -> None:
-        """Makes room for the first `num_tokens` tokens of a standby. It frees older standbys if that is necessary.
+        """Makes room for the first `num_tokens` tokens of a standby.
 
         Raises:
-            OutOfPages: sessions of other kinds hold the pages.
+            OutOfPages: sessions hold the pages, or other standbys hold as many as they all may. None of these goes: its
+                answer would need another standby.
         """
         cache, pool = session.cache, self.pool
         num_more = cache.worst_case(num_tokens) - cache.num_pages
-        if num_more <= 0:
-            return
-        others = [each for each in self if each.state is SessionState.STANDBY and each is not session]
-        num_left = int(_MOST_OF_STANDBYS * pool.num_pages) - cache.num_pages - sum(each.num_pages for each in others)
-        while others and num_more > min(pool.num_available, num_left):
-            num_left += others[0].num_pages
-            self._free(others.pop(0))
-            self.num_evicted += 1
-        if num_more > min(pool.num_available, num_left):
-            raise too_few_pages(num_more, max(0, min(pool.num_available, num_left)))
-        cache.reserve(num_tokens)
+        num_held = sum(each.num_pages for each in self if each.state is SessionState.STANDBY)
+        num_left = min(pool.num_available, int(_MOST_OF_STANDBYS * pool.num_pages) - num_held)
+        if num_more > num_left:
+            raise too_few_pages(num_more, max(0, num_left))
+        if num_more > 0:
+            cache.reserve(num_tokens)
 
     def _forget_unsent(self, session: HopSession[AnyCache]) -> None:
-        """Notes which tokens a standby lacks under its sliding windows; without a usable position it holds nothing."""
+        """Forgets what a standby cannot use: tokens whose windows or recurrent states it lacks."""
         cache = session.cache
         for group, token in session.unsent_before.items():
             cache.tables[group].forget_before(min(token, cache.num_tokens))
         session.unsent_before.clear()
-        if not cache.can_continue_from(cache.num_tokens):
+        position = cache.nearest_position(cache.num_tokens)
+        if position:
+            cache.truncate(position)
+        else:
             cache.clear()
 
     def receive(self, request: OpenRequest, transfer_id: bytes, now_s: float) -> HopSession[AnyCache]:

@@ -321,6 +321,14 @@ class SessionCache(SessionPages):
             self.states.commit(num_tokens)
         super().commit(num_tokens)
 
+    def commit_copied(self, num_tokens: int) -> None:
+        """Notes that the first `num_tokens` tokens were copied here, without states: the older ones stay."""
+        super().commit(num_tokens)
+
+    def can_take(self, position: int) -> bool:
+        """Tokens from this position on may be copied here. They need no states, other than a step does."""
+        return super().can_continue_from(position)
+
     def truncate(self, num_tokens: int) -> None:
         super().truncate(num_tokens)
         if self.states is not None:

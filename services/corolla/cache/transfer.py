@@ -149,7 +149,7 @@ def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
         _clear_unheld(cache, layers, copy)
         for tensor, slots, part in _paged_parts(cache, layers, copy, checked.whole):
             tensor.index_copy_(0, slots, part)
-        cache.commit(copy.end)
+        cache.commit_copied(copy.end)
     if copy.has_states and cache.states is not None:
         cache.states.arrive(copy.end, checked.states)
 

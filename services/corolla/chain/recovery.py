@@ -179,6 +179,7 @@ class Recovery:
                 break
             binding.open_options = options
             binding.rebind(opened)
+            self._settle_standbys(binding)
             failure = await self._fill_all(job)
             break
         else:
@@ -310,10 +311,14 @@ class Recovery:
         # A server that was only frozen reads the Close when it wakes, and frees the session.
         self.reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
         binding.rebind(opened)
-        self.reservations.give_back(binding.identities, list(binding.standbys.settle(chain)))
+        self._settle_standbys(binding)
         failure = await self._fill_all(job)
         job.incomplete_since_s = _now_s()
         return failure
+
+    def _settle_standbys(self, binding: ChainBinding) -> None:
+        """Frees the standbys that the sessions' new chain does not need."""
+        self.reservations.give_back(binding.identities, list(binding.standbys.settle(binding.chain)))
 
     def _apply_handovers(self, binding: ChainBinding) -> None:
         """Puts the hops that took sessions over into the chain, in place of those that handed them over."""

@@ -215,6 +215,10 @@ class ChainBinding:
 
     def rebind(self, opened: "ChainBinding") -> None:
         """Binds the sessions to the chain of `opened`, whose hops have all opened them."""
+        trusted = {hop.server_id: num_tokens for hop, num_tokens in self.standbys.trusted_on(opened.chain)}
+        for hop, on_hop in zip(opened.chain.hops, opened.open_replies, strict=True):
+            for reply in on_hop:
+                reply.num_cached_tokens = min(reply.num_cached_tokens, trusted.get(hop.server_id, _ALL_TOKENS))
         self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
         self.open_replies, self.open_identities = opened.open_replies, opened.identities
 

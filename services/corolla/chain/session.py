@@ -343,7 +343,7 @@ class ChainSession(OpenSequences):
             )
         left = [hop for hop in (*self.chain.hops, *earlier.hops) if hop not in recorded.hops]
         self._plane.close_session(left, self.identity)
-        self._end_standbys()
+        self._end_standbys(recorded.hops)
 
     def close(self) -> None:
         """Frees the session's pages on every hop. Hops may keep them in the prefix cache."""
@@ -359,9 +359,10 @@ class ChainSession(OpenSequences):
             known, named = self._history.token_ids, binding.open_options.named_texts
             self._standbys.cover(binding, [max(known, *named, key=len)] if named else [], position)
 
-    def _end_standbys(self) -> None:
+    def _end_standbys(self, kept: Sequence[common_pb2.Hop] = ()) -> None:
+        """Frees the session on its standbys, but for those that have become hops of it."""
         self._binding.standbys.are_over = True
-        self._standbys.drop(self._binding)
+        self._standbys.drop(self._binding, kept)
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
@@ -371,7 +372,8 @@ class ChainSession(OpenSequences):
         standbys = self._binding.standbys
         self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids, standbys=standbys.hops)
         texts = hop_texts(self.chain_to_record, token_ids, open_options.cache_salt, self._limits)
-        copies = [(each.hop, texts.get(server_id)) for server_id, each in standbys.by_hop.items()]
+        # A standby that is not named holds what the sessions held before they were opened again.
+        copies = [(each.hop, texts.get(server_id)) for server_id, each in standbys.by_hop.items() if each.is_named]
         for hop, text in [*((hop, texts.get(hop.server_id)) for hop in self._holders()), *copies]:
             if text is None:
                 continue

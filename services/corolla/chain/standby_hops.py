@@ -2,8 +2,12 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from corolla.v1 import common_pb2
+
+TOKENS_BETWEEN_LOOKS: Final = 64
+"""A standby may be gone, and a server may have joined that can stand by: a session looks again after so many tokens."""
 
 
 @dataclass(slots=True)
@@ -33,12 +37,14 @@ class StandbyHops:
         by_hop: the standbys by the id of the server that copies to them.
         refused: ids of servers that lost a session of this chain, or refused it.
         due_at: sessions of so many tokens need standbys that they do not have yet.
+        pause: after how many further tokens the sessions look for standbys again.
         are_over: whether the sessions are closed, so that no standby may be named any more.
     """
 
     by_hop: dict[str, StandbyHop] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     due_at: int = 0
+    pause: int = TOKENS_BETWEEN_LOOKS
     are_over: bool = False
 
     @property

@@ -4,12 +4,12 @@ import logging
 import secrets
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Literal
 
 from corolla.chain.reservations import ChainBinding, Reservations
 from corolla.chain.routes import Routes
-from corolla.chain.standby_hops import StandbyHop
+from corolla.chain.standby_hops import TOKENS_BETWEEN_LOOKS, StandbyHop
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopUnavailable
 from corolla.chassis.tasks import TaskGroup
@@ -22,8 +22,7 @@ StandbyMode = Literal["auto", "off", "all"]
 
 LONGEST_REPLAY_S: Final = 0.15
 """In the mode `auto`, a hop gets a standby once computing its part of the text again would take longer than this."""
-_TOKENS_BETWEEN_LOOKS: Final = 64
-"""A standby may be gone, and a server may have joined that can stand by: a session looks again after so many tokens."""
+_MOST_BETWEEN_LOOKS: Final = 4096
 
 
 class Standbys:
@@ -57,7 +56,7 @@ class Standbys:
         if self._mode == "off":
             standbys.due_at = sys.maxsize
             return
-        standbys.due_at = position + _TOKENS_BETWEEN_LOOKS
+        standbys.due_at = position + standbys.pause
         needing = list[common_pb2.Hop]()
         for hop in binding.chain.hops:
             held = standbys.by_hop.get(hop.server_id)
@@ -69,11 +68,17 @@ class Standbys:
             else:
                 standbys.due_at = min(standbys.due_at, least)
         if needing:
+            # A search that finds no server looks through all of them.
+            standbys.pause = min(2 * standbys.pause, _MOST_BETWEEN_LOOKS)
             self._tasks.start(self._name_all(binding, texts, needing), "standbys of a session")
 
-    def drop(self, binding: ChainBinding) -> None:
-        """Frees the sessions on standbys, whose tokens are of no use any more."""
-        self._reservations.give_back(binding.identities, binding.standbys.hops)
+    def drop(self, binding: ChainBinding, kept: Collection[common_pb2.Hop] = ()) -> None:
+        """Frees the sessions on standbys, whose tokens are of no use any more.
+
+        Args:
+            kept: hops that keep the sessions, since one that left handed them over.
+        """
+        self._reservations.give_back(binding.identities, [each for each in binding.standbys.hops if each not in kept])
         binding.standbys.by_hop.clear()
         binding.standbys.due_at = 0
         for identity in binding.identities:
@@ -100,17 +105,34 @@ class Standbys:
             for server in (hop, held.hop):
                 if not (await self._plane.connect(server.address)).takes_standbys:
                     raise HopUnavailable("a server does not stand by for sessions", server.address)
+            if binding.identities is not identities or standbys.by_hop.get(hop.server_id) is not held:
+                return  # the next look names the standby in the sessions' present epoch
             replies = await self._reservations.open_standby(binding, held.hop, hop, texts, transfer_ids)
         except CorollaError as failure:
             log.info("a server cannot stand by for a session", extra={"reason": failure.reason})
             if standbys.by_hop.get(hop.server_id) is held:
                 self._refuse(binding, hop)
+            else:
+                self._reservations.give_back(identities, [held.hop])
             return
         if standbys.by_hop.get(hop.server_id) is not held:
             self._reservations.give_back(identities, [held.hop])
             return
         if binding.identities is not identities:
             return  # the sessions are opened again, and the next look names the standby in their new epoch
+        self._tell(binding, hop, held, replies, transfer_ids, num_trusted)
+
+    def _tell(
+        self,
+        binding: ChainBinding,
+        hop: common_pb2.Hop,
+        held: StandbyHop,
+        replies: Sequence[pb.Opened],
+        transfer_ids: Sequence[bytes],
+        num_trusted: int | None,
+    ) -> None:
+        """Names a standby that has opened the sessions to its hop, which copies there from now on."""
+        identities = binding.identities
         if num_trusted is not None:
             self._reservations.truncate(identities, held.hop, num_trusted)
         for identity, reply, transfer_id in zip(identities, replies, transfer_ids, strict=True):
@@ -120,7 +142,7 @@ class Standbys:
                 num_tokens=num_held,
             )  # fmt: skip
             self._plane.notify(hop.address, named)
-        held.is_named, held.num_trusted = True, None
+        held.is_named, held.num_trusted, binding.standbys.pause = True, None, TOKENS_BETWEEN_LOOKS
 
     def _held_or_chosen(self, binding: ChainBinding, hop: common_pb2.Hop) -> StandbyHop | None:
         """The standby that a hop has, or had in an earlier epoch; else the best one that it may have."""

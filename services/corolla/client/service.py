@@ -326,7 +326,7 @@ class ClientService:
             follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
         )
         self._sessions = ChainSessions(
-            self._routes, self._plane, limits, self._tasks.subgroup(), self._on_recovery, settings.standby
+            self._routes, self._plane, limits, self._tasks, self._on_recovery, settings.standby
         )
         self._transcripts = Transcripts(self._control, settings.session_ttl_s, self._tasks.subgroup())
 

@@ -290,7 +290,7 @@ class _Planes:
         self.tasks.start_essential(placement.run, "placement_watch")
         parts = dict(model.fingerprint_parts)
         self.routes = Routes(self.control, placement, model.fingerprint, model.num_blocks, fingerprint_parts=parts)
-        self.sessions = ChainSessions(self.routes, self.data, chain_limits, self.tasks.subgroup(), _on_recovery)
+        self.sessions = ChainSessions(self.routes, self.data, chain_limits, self.tasks, _on_recovery)
 
     async def close(self) -> None:
         await self.tasks.close()

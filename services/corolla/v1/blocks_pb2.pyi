@@ -1556,6 +1556,7 @@ class HandoverTokens(_message.Message):
     IS_LAST_FIELD_NUMBER: _builtins.int
     IS_IDLE_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    HAS_STATES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -1567,6 +1568,10 @@ class HandoverTokens(_message.Message):
     is_idle: _builtins.bool
     """Whether the session is between two turns; only in the last part."""
     transfer_id: _builtins.bytes
+    has_states: _builtins.bool
+    """Whether the payload ends with the recurrent states at the part's end, as that of the last part does. A standby can
+    continue from there.
+    """
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each block, the first token that is still held: layers with a sliding window have freed those before."""
@@ -1583,10 +1588,11 @@ class HandoverTokens(_message.Message):
         is_last: _builtins.bool = ...,
         is_idle: _builtins.bool = ...,
         transfer_id: _builtins.bytes = ...,
+        has_states: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "has_states", b"has_states", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1601,6 +1607,7 @@ class HandoverAnswer(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     num_tokens: _builtins.int
@@ -1608,6 +1615,8 @@ class HandoverAnswer(_message.Message):
     reason: _builtins.str
     """The reason in the error tree; empty: the receiver has accepted it."""
     message: _builtins.str
+    transfer_id: _builtins.bytes
+    """The transfer id of the offer or part."""
     def __init__(
         self,
         *,
@@ -1616,10 +1625,11 @@ class HandoverAnswer(_message.Message):
         num_tokens: _builtins.int = ...,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
+        transfer_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "num_tokens", b"num_tokens", "reason", b"reason", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "num_tokens", b"num_tokens", "reason", b"reason", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

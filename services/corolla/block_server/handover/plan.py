@@ -61,9 +61,11 @@ class HandoverProgress:
 
     Attributes:
         num_received: how many tokens the receiver has, once it has all parts that are under way.
+        states_at: the position at which recurrent states were sent last to a standby.
     """
 
     num_received: int = 0
+    states_at: int = 0
     _under_way: list[int] = field(default_factory=list)  # the first tokens of parts that are not answered
     _num_repeats: int = 0
     _has_caught_up: bool = False

@@ -20,6 +20,7 @@ from corolla.chassis.errors import (
     InternalError,
     MalformedMessage,
     PositionGap,
+    QueueFull,
 )
 from corolla.chassis.handlers import call_path
 from corolla.chassis.tasks import TaskGroup
@@ -53,10 +54,11 @@ class HandoverReceiver:
     max_part_tokens: int
     _num_waiting_bytes: int = field(init=False, default=0)
     _room: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MAX_CHECKED_PARTS))
+    _standby_room: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MAX_CHECKED_PARTS))
 
     def on_offer(self, request: OpenRequest, transfer_id: bytes, peer: Peer) -> None:
         """Reserves pages for an offered session, or refuses it. Must be called between iterations."""
-        answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch)
+        answer = pb.HandoverAnswer(session_id=request.session_id, epoch=request.epoch, transfer_id=transfer_id)
         try:
             answer.num_tokens = self.sessions.receive(request, transfer_id, self.engine.clock()).cache.num_tokens
         except CorollaError as error:
@@ -66,19 +68,28 @@ class HandoverReceiver:
     def on_part(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
         """Starts to write a part of a session that was offered before."""
         if self._num_waiting_bytes >= _MAX_WAITING_BYTES:
-            raise MalformedMessage("handover", "must send the next part only after earlier ones were written")
+            if not self._is_standby(control):
+                raise MalformedMessage("handover", "must send the next part only after earlier ones were written")
+            full = QueueFull("a block server stands by for too many sessions")
+            peer.send(
+                pb.HandoverAnswer(
+                    session_id=control.session_id, epoch=control.epoch, transfer_id=control.transfer_id,
+                    reason=full.reason, message=full.message,
+                )
+            )  # fmt: skip
+            return
         self._num_waiting_bytes += max(len(payload), _LEAST_PART_BYTES)
         self.tasks.start(self._receive(control, payload, peer), "part of a handover")
 
     async def _receive(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
-        answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch)
+        answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch, transfer_id=control.transfer_id)
+        is_standby = self._is_standby(control)
         try:
-            async with self._room:
+            if is_standby:
+                await self._make_room(control)
+            async with self._standby_room if is_standby else self._room:
                 store, layers = self._check(control)
-                is_standby = self._arriving(control).state is SessionState.STANDBY
                 checked = await asyncio.to_thread(_checked, store, layers, control, payload)
-                if is_standby:
-                    await self._make_room(control)
                 # Steps wait for this only.
                 answer.num_tokens = await self.engine.copy(lambda: self._write(control, checked))
             (self.metrics.standby_bytes if is_standby else self.metrics.handover_bytes).labels("in").inc(len(payload))
@@ -111,6 +122,10 @@ class HandoverReceiver:
             raise MalformedMessage("is_last", "must be in a part of a session that was offered")
         return session.cache.store, self.span.indices(blocks)
 
+    def _is_standby(self, control: pb.HandoverTokens) -> bool:
+        session = self.sessions.get(control.session_id)
+        return session is not None and session.state is SessionState.STANDBY
+
     async def _make_room(self, control: pb.HandoverTokens) -> None:
         """Reserves the pages for a part of a standby, between two iterations."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -118,7 +133,7 @@ class HandoverReceiver:
         def grow() -> None:
             try:
                 self.sessions.grow_standby(self._arriving(control), control.position + control.num_tokens)
-            except CorollaError as error:
+            except Exception as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -134,8 +149,9 @@ class HandoverReceiver:
             raise HopSessionLost("the session was offered for other blocks")
         session = self._arriving(control)
         cache, copy = session.cache, checked.copy
-        if not cache.can_continue_from(copy.position):
-            raise PositionGap("the part does not follow what is held", cache.nearest_position(copy.position))
+        if not cache.can_take(copy.position):
+            held = min(copy.position, cache.num_tokens)
+            raise PositionGap("the part does not follow what is held", held if cache.can_take(held) else 0)
         write_tokens(cache, checked)
         cache.blocks = session.request.blocks
         if session.state is SessionState.STANDBY:
@@ -153,5 +169,11 @@ def _checked(store: KVStore, layers: range, control: pb.HandoverTokens, payload:
     """Checks the content of a part, and brings it to the device, in any thread."""
     if zlib.crc32(payload) != control.checksum:
         raise ChecksumMismatch("a part of a session was damaged on the way")
-    copy = TokenCopy(control.position, control.num_tokens, tuple(control.first_tokens), payload, control.is_last)
+    copy = TokenCopy(
+        control.position,
+        control.num_tokens,
+        tuple(control.first_tokens),
+        payload,
+        control.is_last or control.has_states,
+    )
     return check_tokens(store, layers, copy)

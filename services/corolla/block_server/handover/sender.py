@@ -31,6 +31,9 @@ PART_BYTES = 4 << 20
 PART_BYTES_OF_GPUS = 16 << 20
 """Each part waits for the iteration that runs, which takes a GPU longer than to copy the part."""
 _ANSWER_TIMEOUT_S: Final = 5.0
+_MOST_OF_STATES: Final = 16
+_MOST_BETWEEN_STATES: Final = 256
+"""The most tokens between two copies of recurrent states, which a recovery computes again one by one."""
 # What a frame may have in addition to a part and to recurrent states.
 _MARGIN_BYTES = 3 << 20
 # A receiver that refuses a part for one of these reasons says how many tokens it has; the sender continues there.
@@ -53,7 +56,7 @@ class HandoverLink:
         self.address = address
         self._connect = connect
         self._stream: Stream | None = None
-        self._answers: dict[bytes, asyncio.Future[pb.HandoverAnswer]] = {}
+        self._answers: dict[tuple[bytes, bytes], asyncio.Future[pb.HandoverAnswer]] = {}
 
     @asynccontextmanager
     async def connect(self, fingerprint: str) -> AsyncIterator[None]:
@@ -77,7 +80,8 @@ class HandoverLink:
         """Sends one frame and waits for its answer. Raises HopUnavailable."""
         if self._stream is None:
             raise self._broken()
-        answer = self._answers[control.session_id] = asyncio.get_running_loop().create_future()
+        key = control.session_id, control.transfer_id
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
         try:
             self._stream.send(control, payload)
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
@@ -86,7 +90,7 @@ class HandoverLink:
         except TimeoutError:
             raise HopUnavailable("a block server does not answer", self.address) from None
         finally:
-            del self._answers[control.session_id]
+            del self._answers[key]
 
     def send(self, control: pb.Close | pb.Truncate) -> None:
         """Sends a frame that has no answer."""
@@ -95,9 +99,11 @@ class HandoverLink:
 
     def _receive(self, frame: Frame) -> None:
         if isinstance(frame.control, pb.HandoverAnswer):
-            answer = self._answers.get(frame.control.session_id)
-            if answer is not None and not answer.done():
-                answer.set_result(frame.control)
+            # Servers of the release before name no transfer.
+            named = frame.control.session_id, frame.control.transfer_id
+            for (session_id, transfer_id), answer in self._answers.items():
+                if (session_id, named[1] and transfer_id) == named and not answer.done():
+                    answer.set_result(frame.control)
 
     def _on_ended(self) -> None:
         self._stream = None
@@ -145,10 +151,7 @@ class HandoverSender:
         """
         session = self.sessions.in_version(session_id, version)
         request = session.request
-        # All recurrent states of a session travel in one frame, with the last part.
-        max_state_bytes = between_servers().max_frame_bytes - self.max_part_bytes - _MARGIN_BYTES
-        if state_bytes(session.cache.store, self.span.indices(request.blocks)) > max_state_bytes:
-            raise MessageTooLarge("the recurrent states of a session are larger than a frame")
+        self._check_states(session)
         address, transfer_id, progress = self._begun.pop(session_id, ("", b"", HandoverProgress()))
         if address != link.address:
             transfer_id, progress = secrets.token_bytes(ID_BYTES), HandoverProgress()
@@ -177,10 +180,14 @@ class HandoverSender:
     ) -> int:
         """Copies the next settled tokens of a session to its standby, as many as one part takes.
 
+        Recurrent states go with the newest token, after so many tokens that they take at most `_MOST_OF_STATES` times
+        the bytes of keys and values, and at the latest after `_MOST_BETWEEN_STATES`.
+
         Returns:
-            How many bytes of keys and values were sent.
+            How many bytes were sent.
 
         Raises:
+            MessageTooLarge: the session's recurrent states do not fit into a frame.
             HopUnavailable: the link broke, or parts were refused too often.
             HopSessionLost: the session ended or was opened again.
             CorollaError: the standby refused the part, and this is its reason.
@@ -191,13 +198,30 @@ class HandoverSender:
             held = self.sessions.in_version(session_id, version)
             num_held, num_unchanged, most = self._state(held)
             start, num_tokens, _ = progress.next_part(min(num_held, held.num_settled_tokens), num_unchanged, most)
-            return self._read(held, start, num_tokens, is_last=False)
+            has_states = start + num_tokens == num_held and num_held >= self._states_due_at(held, progress)
+            if has_states:
+                progress.states_at = num_held
+            return self._read(held, start, num_tokens, is_last=False, has_states=has_states)
 
+        self._check_states(session)
         part = await asyncio.to_thread(_finished, *await self.engine.copy(read))
         part.frame.transfer_id = transfer_id
         answer = await link.request(part.frame, part.payload)
         self._note(answer, progress)
         return 0 if answer.reason else len(part.payload)
+
+    def _states_due_at(self, session: HopSession[SessionCache], progress: HandoverProgress) -> int:
+        """How many tokens a session has when its states are sent to its standby again."""
+        store, layers = session.cache.store, self.span.indices(session.request.blocks)
+        per_token = max(1, token_bytes(store, layers))
+        interval = state_bytes(store, layers) // (_MOST_OF_STATES * per_token)
+        return progress.states_at + min(max(1, interval), _MOST_BETWEEN_STATES)
+
+    def _check_states(self, session: HopSession[SessionCache]) -> None:
+        # All recurrent states of a session travel in one frame.
+        max_state_bytes = between_servers().max_frame_bytes - self.max_part_bytes - _MARGIN_BYTES
+        if state_bytes(session.cache.store, self.span.indices(session.request.blocks)) > max_state_bytes:
+            raise MessageTooLarge("the recurrent states of a session are larger than a frame")
 
     def continue_with(self, session_id: bytes, address: str, transfer_id: bytes, progress: HandoverProgress) -> None:
         """Lets the next handover of a session to this receiver begin after the tokens that it holds as a standby."""
@@ -265,16 +289,19 @@ class HandoverSender:
         most = max(1, min(self.max_part_tokens, self.max_part_bytes // num_bytes))
         return cache.num_tokens, cache.num_unchanged_tokens, most
 
-    def _read(self, session: HopSession[SessionCache], start: int, num_tokens: int, is_last: bool) -> _Reading:
-        """Begins to copy a part, in the compute thread. The last part pauses the session."""
+    def _read(
+        self, session: HopSession[SessionCache], start: int, num_tokens: int, is_last: bool, *, has_states: bool = False
+    ) -> _Reading:
+        """Begins to copy a part, in the compute thread. The last part pauses the session, and always has states."""
         request, cache = session.request, session.cache
-        finish = read_tokens(cache, self.span.indices(request.blocks), start, num_tokens, has_states=is_last)
+        has_states = has_states or is_last
+        finish = read_tokens(cache, self.span.indices(request.blocks), start, num_tokens, has_states=has_states)
         cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)
         frame = pb.HandoverTokens(
             session_id=request.session_id, epoch=request.epoch, position=start, num_tokens=num_tokens,
-            is_last=is_last, is_idle=session.is_idle,
+            is_last=is_last, is_idle=session.is_idle, has_states=has_states,
         )  # fmt: skip
         return frame, finish
 

@@ -71,6 +71,8 @@ class Standbys:
     metrics: BlockServerMetrics
     least_tokens: int = LEAST_TOKENS
     _by_session: dict[bytes, _Standby] = field(init=False, default_factory=dict)
+    # The transfer ids of standbys, by session, whose addresses a router is asked for.
+    _looked_up: dict[bytes, bytes] = field(init=False, default_factory=dict)
     _links: dict[str, _SharedLink] = field(init=False, default_factory=dict)
     _room: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(_MOST_PARTS))
 
@@ -85,24 +87,29 @@ class Standbys:
         Args:
             may_look: whether to ask a router for a server that is unknown here, since it may have joined just now.
         """
-        self._forget(control.session_id)
         session = self.sessions.get(control.session_id)
         if session is None or session.request.epoch != control.epoch or session.state is not SessionState.RUNNING:
             return
+        if not may_look and self._looked_up.get(control.session_id) != control.transfer_id:
+            return  # the client has named another one meanwhile
+        self._looked_up.pop(control.session_id, None)
+        self._forget(control.session_id)
         address = control.hop.address
         if not address:
             return
+        # The handover of a session that leaves counts what it has sent by the same note as a copy to a standby.
+        if self.sessions.is_draining or not (may_look or self.neighbours.has_address(address)):
+            self._tell_lost(session)
+            return
         if not self.neighbours.has_address(address):
-            if may_look:
-                again = partial(self.name, control, may_look=False)
-                self.neighbours.look_again(lambda _: self.sender.engine.between_iterations(again))
-            else:
-                self._tell_lost(session)
+            self._looked_up[control.session_id] = control.transfer_id
+            again = partial(self.name, control, may_look=False)
+            self.neighbours.look_again(lambda _: self.sender.engine.between_iterations(again))
             return
         progress = HandoverProgress()
         progress.begin(control.num_tokens)
-        # The note may be of an earlier standby, which held more tokens.
-        session.cache.num_unchanged_tokens = min(session.cache.num_tokens, control.num_tokens)
+        # The standby may hold the beginning of a prompt that is not computed here yet.
+        session.cache.num_unchanged_tokens = control.num_tokens
         task = self.tasks.start(self._keep(session, session.version, control, progress), "copy to a standby")
         self._by_session[control.session_id] = _Standby(session.version, address, control.transfer_id, progress, task)
 
