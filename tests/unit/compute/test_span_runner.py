@@ -263,7 +263,7 @@ def test_states_travel_with_the_last_part_of_a_session(make_chain: MakeChain, fa
     for runner, cache, taker in zip(chain.runners, caches, takers, strict=True):
         layers = runner.span.indices(runner.span)
         for start, count, is_last in ((0, 8, False), (8, 20, False), (28, 2, True), (30, 0, True)):
-            assert taker.can_continue_from(start)
+            assert taker.can_take(start)
             copy = read_tokens(cache, layers, start, count, has_states=is_last)()
             write_tokens(taker, check_tokens(taker.store, layers, copy))
         taker.blocks = runner.span
