@@ -26,10 +26,14 @@ def a_session(device: Device, page_tokens: int, num_tokens: int, kind: str = "")
         for tensor in store.layer_like(layer, like, like):
             drawn = torch.randn(*tensor.shape[:2], HEAD_SIZE, generator=generator)
             tensor.copy_(store.encoded(drawn).to(device.name))
-    cache, other = store.new_cache(), store.new_cache()
-    for size in range(page_tokens, num_tokens + page_tokens, page_tokens):
-        cache.reserve(size)
-        other.reserve(min(size, num_tokens))
+    others = [store.new_cache() for _ in range(store.pool.num_pages)]
+    for other in others:
+        other.reserve(page_tokens)
+    for other in others:
+        if other.tables[0].pages[0] % 2:
+            other.clear()
+    cache = store.new_cache()
+    cache.reserve(num_tokens)
     assert len(cache.extents(num_tokens)) > 2
     return cache
 
