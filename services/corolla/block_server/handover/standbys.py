@@ -87,12 +87,12 @@ class Standbys:
         Args:
             may_look: whether to ask a router for a server that is unknown here, since it may have joined just now.
         """
-        session = self.sessions.get(control.session_id)
-        if session is None or session.request.epoch != control.epoch or session.state is not SessionState.RUNNING:
-            return
-        if not may_look and self._looked_up.get(control.session_id) != control.transfer_id:
+        session, looked_up = self.sessions.get(control.session_id), self._looked_up.get(control.session_id)
+        if not may_look and looked_up != control.transfer_id:
             return  # the client has named another one meanwhile
         self._looked_up.pop(control.session_id, None)
+        if session is None or session.request.epoch != control.epoch or session.state is not SessionState.RUNNING:
+            return
         self._forget(control.session_id)
         address = control.hop.address
         if not address:
