@@ -122,11 +122,9 @@ TRANSITIONS: Final[Mapping[SessionState, Mapping[SessionEvent, SessionState]]] =
 """The state that follows an event in a state. An event that is not listed cannot happen in that state."""
 
 
-_WITHOUT_SAMPLER: Final = frozenset((_S.STANDBY, _S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED, _S.GONE))
-"""Sessions in these states keep no sampler and no adapter, which may be large; the next open brings new ones."""
-
-
 _IDLE: Final = frozenset((_S.STANDBY, _S.PARKED, _S.ORPHANED, _S.LEAVING_PARKED))
+_WITHOUT_SAMPLER: Final = _IDLE | {_S.GONE}
+"""Sessions in these states keep no sampler and no adapter, which may be large; the next open brings new ones."""
 
 
 class ForbiddenTransition(RuntimeError):

@@ -14,7 +14,7 @@ from corolla.block_server.adapters import Adapters
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
-from corolla.block_server.handover.receiver import HandoverReceiver
+from corolla.block_server.handover.receiver import HandoverReceiver, answer_to
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.page_returns import PageReturns
@@ -383,7 +383,7 @@ class BlockServicer:
         except RoleDenied as error:
             # The stream goes on: an honest sender may offer one session with an expired capability and then others.
             _audit("handover", error, peer)
-            peer.send(_refusal(control, error))
+            peer.send(answer_to(control, error))
             return
         if self._has_adapter(request):
             self.engine.between_iterations(lambda: self.receiver.on_offer(request, control.transfer_id, peer))
@@ -395,7 +395,7 @@ class BlockServicer:
         try:
             await self._load_adapter(request)
         except CorollaError as error:
-            peer.send(_refusal(control, error))
+            peer.send(answer_to(control, error))
             return
         self.engine.between_iterations(lambda: self.receiver.on_offer(request, control.transfer_id, peer))
 
@@ -445,13 +445,6 @@ class AdminEndpoint:
             self._num_sessions_left.set_result(num_sessions_left)
         if self._rpc is not None:
             await self._rpc.stop(_FAREWELL_S)
-
-
-def _refusal(offer: pb.Handover, error: CorollaError) -> pb.HandoverAnswer:
-    return pb.HandoverAnswer(
-        session_id=offer.session_id, epoch=offer.epoch, transfer_id=offer.transfer_id,
-        reason=error.reason, message=error.message,
-    )  # fmt: skip
 
 
 def _audit(event: str, error: CorollaError, peer: Peer) -> None:

@@ -70,19 +70,13 @@ class HandoverReceiver:
         if self._num_waiting_bytes >= _MAX_WAITING_BYTES:
             if not self._is_standby(control):
                 raise MalformedMessage("handover", "must send the next part only after earlier ones were written")
-            full = QueueFull("a block server stands by for too many sessions")
-            peer.send(
-                pb.HandoverAnswer(
-                    session_id=control.session_id, epoch=control.epoch, transfer_id=control.transfer_id,
-                    reason=full.reason, message=full.message,
-                )
-            )  # fmt: skip
+            peer.send(answer_to(control, QueueFull("a block server stands by for too many sessions")))
             return
         self._num_waiting_bytes += max(len(payload), _LEAST_PART_BYTES)
         self.tasks.start(self._receive(control, payload, peer), "part of a handover")
 
     async def _receive(self, control: pb.HandoverTokens, payload: Buffer, peer: Peer) -> None:
-        answer = pb.HandoverAnswer(session_id=control.session_id, epoch=control.epoch, transfer_id=control.transfer_id)
+        answer = answer_to(control)
         is_standby = self._is_standby(control)
         try:
             if is_standby:
@@ -131,6 +125,8 @@ class HandoverReceiver:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def grow() -> None:
+            if done.done():
+                return  # the stream has ended, and nobody waits
             try:
                 self.sessions.grow_standby(self._arriving(control), control.position + control.num_tokens)
             except Exception as error:
@@ -163,6 +159,14 @@ class HandoverReceiver:
 
     def _arriving(self, control: pb.HandoverTokens) -> HopSession[SessionCache]:
         return self.sessions.get_arriving(control.session_id, control.epoch, control.transfer_id, self.engine.clock())
+
+
+def answer_to(asked: pb.Handover | pb.HandoverTokens, error: CorollaError | None = None) -> pb.HandoverAnswer:
+    """The answer to an offer or a part, which refuses it if there is an error."""
+    answer = pb.HandoverAnswer(session_id=asked.session_id, epoch=asked.epoch, transfer_id=asked.transfer_id)
+    if error is not None:
+        answer.reason, answer.message = error.reason, error.message
+    return answer
 
 
 def _checked(store: KVStore, layers: range, control: pb.HandoverTokens, payload: Buffer) -> CheckedCopy:
