@@ -8,6 +8,7 @@ from typing import Final
 
 from corolla.planning.candidates import by_fingerprint
 from corolla.planning.planner import Candidate
+from corolla.planning.standbys import node_of
 from corolla.v1 import router_pb2 as pb
 
 _MICRO: Final = 1_000_000
@@ -75,7 +76,7 @@ def _lack(server: Candidate, group: Sequence[Candidate], num_tokens: int) -> Lac
         Lack.SERVER: lambda other: other is not server and not other.is_suspected and other.span.covers(server.span),
         Lack.NUMERICS: lambda other: other.numerics.agrees_with(server.numerics),
         Lack.ROOM: lambda other: other.room_tokens >= num_tokens,
-        Lack.NODE: lambda other: _node(other) != _node(server),
+        Lack.NODE: lambda other: node_of(other.address) != node_of(server.address),
     }
     left = list(group)
     for lack, is_met in demands.items():
@@ -98,7 +99,3 @@ def _seconds(num_tokens: int, speed: int) -> float:
     if num_tokens == 0:
         return 0.0
     return num_tokens * _MICRO / speed if speed else math.inf
-
-
-def _node(server: Candidate) -> str:
-    return server.address.rpartition(":")[0]

@@ -50,7 +50,7 @@ def standby_for(
 
     def rank(each: pb.PlacedServer) -> tuple[bool, bool, int, int, str]:
         return (
-            _host(each.server.address) == _host(hop.address),
+            node_of(each.server.address) == node_of(hop.address),
             each.server.zone == held.server.zone,
             num_placed.get(each.server.server_id, 0),
             -each.load.num_free_pages,
@@ -63,5 +63,6 @@ def standby_for(
     return common_pb2.Hop(server_id=best.server.server_id, address=best.server.address, span=hop.span)
 
 
-def _host(address: str) -> str:
+def node_of(address: str) -> str:
+    """Returns the node of a server at this address: its host, as far as addresses tell."""
     return address.rpartition(":")[0]
