@@ -34,7 +34,7 @@ class PageReturns:
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def names(self, request: OpenRequest) -> Sequence[PrefixName]:
-        """The pages with which the session would begin, if they came back."""
+        """Returns the names of the evicted pages with which the session could begin."""
         held = self.sessions.get(request.session_id)
         if request.text is None or self.store.pool.host is None or (held is not None and request.resume):
             return ()

@@ -64,7 +64,7 @@ class FreeRuns:
         return range(start, cut)
 
     def _split(self, start: int, middle: int) -> None:
-        """Makes two runs of one, of which the second is about to be cut."""
+        """Divides a run in two, so that the second one can be cut."""
         end = self._ends[start]
         self._remove(start, end)
         self._add(start, middle)

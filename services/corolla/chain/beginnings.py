@@ -19,7 +19,7 @@ _MOST_SERVERS: Final = 32
 
 
 class Beginnings:
-    """Maps beginnings to the servers that were last known to hold them, and drops those of the oldest texts.
+    """Maps beginnings to the servers that were last known to hold them, and drops the beginnings of the oldest texts.
 
     Args:
         most: the greatest number of beginnings.

@@ -205,7 +205,7 @@ class Transposed:
 
 
 class HalvesOfPairs:
-    """A stored matrix whose rows are numbers of heads: those of a pair lie together, and are read half a head apart."""
+    """A stored matrix of heads. It stores the two rows of a pair together, and gives them half a head apart."""
 
     def __init__(self, stored: StoredMatrix, head_size: int) -> None:
         self._stored = stored

@@ -24,7 +24,7 @@ _SETTINGS: Final = {
     "tied_embeddings": "tie_word_embeddings",
     "vocab_size": "vocab_size",
 }
-# Values with which these settings say nothing more; the parts that see are not read.
+# Settings with these values change nothing. Corolla does not read the parts that see.
 _DEFAULTS: Final = {"activation": "silu", "causal": True, "model_type": "transformer", "use_biases": False}
 _WITHOUT_EFFECT: Final = frozenset({"dtype", "max_position_embeddings", "max_seq_len", "rope_theta", "vision_encoder"})
 _CONTEXT_LENGTH: Final = 128_000

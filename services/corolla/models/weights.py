@@ -75,7 +75,7 @@ def find_weights(folder: Path) -> dict[str, Path]:
 
 
 def weight_files(names: Collection[str]) -> tuple[str, str]:
-    """The names of a single file of weights and of an index, one of which may be among the names of a model's files."""
+    """Returns the names that a single file of weights and an index have among the names of a model's files."""
     pairs = (SINGLE_FILE, INDEX_FILE), (CONSOLIDATED_FILE, CONSOLIDATED_INDEX)
     return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
 

@@ -126,7 +126,7 @@ class HandoverReceiver:
 
         def grow() -> None:
             if done.done():
-                return  # the stream has ended, and nobody waits
+                return  # the part was given up with its stream
             try:
                 self.sessions.grow_standby(self._arriving(control), control.position + control.num_tokens)
             except Exception as error:

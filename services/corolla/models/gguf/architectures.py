@@ -32,9 +32,9 @@ class Transform(StrEnum):
     TILED = "tiled"
     """Heads of values stand together by their heads of keys, and by their numbers at each of these in the file."""
     TILED_VALUES = "tiled values"
-    """The same of the rows that follow those of queries and keys."""
+    """TILED, for the rows that follow the queries and keys."""
     TILED_COLUMNS = "tiled columns"
-    """The same of columns."""
+    """TILED, for columns."""
     TILED_LOGARITHM = "tiled logarithm"
     """TILED, and then LOGARITHM."""
 
