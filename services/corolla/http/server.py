@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from corolla.chassis import failpoints
 from corolla.chassis.acceptor import Acceptor
 from corolla.chassis.errors import MalformedMessage, ServiceUnavailable, StartupError
 from corolla.http.connections import Connection, watched
@@ -81,7 +82,8 @@ class HttpServer:
         server = _Server(config)
         acceptor = Acceptor(self._socket, self._max_connections, partial(self._serve, server), self._refuse)
         # uvicorn gets accepted connections and listens on no socket itself.
-        self._running = _Running(server, asyncio.create_task(server.serve(sockets=[])), acceptor)
+        serving = asyncio.create_task(failpoints.within("http", server.serve(sockets=[])))
+        self._running = _Running(server, serving, acceptor)
 
     async def run(self) -> None:
         """Waits for ever, or until serving fails; then it raises the error."""
@@ -109,7 +111,8 @@ class HttpServer:
                 task.cancel()
         running.server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         running.server.should_exit = True
-        await running.serving
+        # `run` raises the error if serving failed.
+        await asyncio.wait({running.serving})
         # Cancelled answers send their error, and their connections close.
         await _ended(tasks)
         for connection in self._connections.values():

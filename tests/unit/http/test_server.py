@@ -16,8 +16,10 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from corolla.chassis import failpoints
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError, Unauthenticated
+from corolla.chassis.failpoints import InjectedFailure
 from corolla.chassis.metrics import RpcMetrics
 from corolla.client.held_bytes import HeldBytes
 from corolla.http.answers import PIECE_CHARS
@@ -370,6 +372,17 @@ async def test_a_head_that_is_too_large_is_refused() -> None:
     async with running() as service:
         reply = await asked(service, b"GET / HTTP/1.1\r\nx: ".ljust(33 << 10, b"y"))
         assert reply.startswith(b"HTTP/1.1 400 ")
+
+
+async def test_whoever_runs_the_server_learns_that_it_failed() -> None:
+    failpoints.arm({failpoints.VARIABLE: "fail:http:2"})
+    try:
+        async with asyncio.timeout(30):
+            with pytest.raises(InjectedFailure):
+                async with running() as service:
+                    await service.server.run()
+    finally:
+        failpoints.arm({})
 
 
 async def test_a_taken_port_is_said_at_once() -> None:
