@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
+from corolla.block_server import service as block_server
 from corolla.chain.placement import PlacementWatch
 from corolla.client import service
 from corolla.v1 import blocks_pb2 as pb
@@ -198,6 +199,8 @@ async def test_while_no_router_answers_a_client_service_says_who_has_joined(
     model = make_tiny_checkpoint("llama", tmp_path / "tiny")
     async with Swarm(tmp_path, model, ["0:3", "3:5"], router={"lease_ms": 120_000}) as swarm, swarm.connect() as client:
         expected = (await client.generate([1, 2, 3], max_tokens=8)).token_ids
+        # Callers prefer this one, whatever the machine does while its steps are measured.
+        monkeypatch.setattr(block_server, "measure_decode_step", lambda runner: 1e-6)
         joined = await swarm.add_server("3:5")
         (placement,) = placements
 
