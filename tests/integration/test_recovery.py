@@ -436,12 +436,12 @@ async def test_a_server_that_fails_to_compute_is_replaced_and_ends_itself(tmp_pa
         # Whatever the machine did while they were measured, callers prefer this one.
         broken.engine.decode_speed.observe(1e-6, 1)
         num_recovered = 0
-        for _ in range(100):
-            answer = await client.generate(PROMPT, **OPTIONS)
-            assert answer.token_ids == expected
-            num_recovered += answer.usage.recoveries
-            if ends:
-                break
+        # Callers avoid it for seconds after each failure, and a fast machine gives many answers meanwhile.
+        async with asyncio.timeout(120):
+            while not ends:
+                answer = await client.generate(PROMPT, **OPTIONS)
+                assert answer.token_ids == expected
+                num_recovered += answer.usage.recoveries
         assert ends == [True]
         assert num_recovered == 3
         await swarm.until_empty()
