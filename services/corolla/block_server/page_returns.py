@@ -34,7 +34,7 @@ class PageReturns:
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def names(self, request: OpenRequest) -> Sequence[PrefixName]:
-        """Returns the names of the evicted pages with which the session could begin."""
+        """Returns the names of the evicted pages that hold the beginning of the session's text."""
         held = self.sessions.get(request.session_id)
         if request.text is None or self.store.pool.host is None or (held is not None and request.resume):
             return ()

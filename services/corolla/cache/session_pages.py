@@ -158,7 +158,7 @@ class SessionPages:
         return missing[: max(0, self.pool.num_available - num_unused)]
 
     def _hashes_to_find(self, text: ExpectedText, max_tokens: int) -> Sequence[bytes]:
-        """Returns the digests of the pages with which the session may begin."""
+        """Returns the digests of the pages that may hold the beginning of the session's text."""
         page_tokens = self.pool.page_tokens
         return text.hashes[: min(max(0, text.num_tokens - 1) // page_tokens, max_tokens // page_tokens)]
 
