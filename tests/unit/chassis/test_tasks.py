@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -28,12 +28,6 @@ async def group(fatal: asyncio.Event) -> AsyncIterator[TaskGroup]:
     group = TaskGroup(fatal.set)
     yield group
     await group.close()
-
-
-@pytest.fixture
-def arm() -> Iterator[Callable[[str], None]]:
-    yield lambda given: failpoints.arm({failpoints.VARIABLE: given})
-    failpoints.arm({})
 
 
 async def for_ever() -> None:

@@ -5,7 +5,7 @@ import json
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from corolla.chassis import failpoints
 from corolla.chassis.calls import Call
 from corolla.chassis.errors import InternalError, StartupError, Unauthenticated
 from corolla.chassis.failpoints import InjectedFailure
@@ -374,15 +373,11 @@ async def test_a_head_that_is_too_large_is_refused() -> None:
         assert reply.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_whoever_runs_the_server_learns_that_it_failed() -> None:
-    failpoints.arm({failpoints.VARIABLE: "fail:http:2"})
-    try:
-        async with asyncio.timeout(30):
-            with pytest.raises(InjectedFailure):
-                async with running() as service:
-                    await service.server.run()
-    finally:
-        failpoints.arm({})
+async def test_whoever_runs_the_server_learns_that_it_failed(arm: Callable[[str], None]) -> None:
+    arm("fail:http:2")
+    async with asyncio.timeout(30), running() as service:
+        with pytest.raises(InjectedFailure):
+            await service.server.run()
 
 
 async def test_a_taken_port_is_said_at_once() -> None:
