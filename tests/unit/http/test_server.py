@@ -373,7 +373,7 @@ async def test_a_head_that_is_too_large_is_refused() -> None:
         assert reply.startswith(b"HTTP/1.1 400 ")
 
 
-async def test_whoever_runs_the_server_learns_that_it_failed(arm: Callable[[str], None]) -> None:
+async def test_run_raises_the_error_if_serving_fails(arm: Callable[[str], None]) -> None:
     arm("fail:http:2")
     async with asyncio.timeout(30), running() as service:
         with pytest.raises(InjectedFailure):
