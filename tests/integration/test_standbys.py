@@ -10,6 +10,7 @@ import pytest
 
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
+from corolla.chain.recovery_budget import METHODS
 from corolla.sdk.results import Generation
 from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint
 from tests.faulty_runner import plant_fault
@@ -72,6 +73,26 @@ async def test_a_standby_takes_the_place_of_a_lost_hop(tmp_path: Path, model: Pa
         answer = await answering
         assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
         assert await num_recomputed(swarm) < NUM_PROMPT_TOKENS
+        await swarm.until_empty()
+
+
+@pytest.mark.full
+async def test_a_standby_takes_the_place_of_a_frozen_hop(tmp_path: Path, model: Path) -> None:
+    """Streams of tests bear silence for a minute, so without its standby the answer would not go on meanwhile."""
+    async with swarm_of(tmp_path, model) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, standby = await begin(swarm, 1)
+        wires = swarm.wires_of(swarm.clients[0])
+        wires.freeze(running.address)
+        await until(lambda: answering.done() or num_held(standby, SessionState.RUNNING))
+        assert num_held(running, SessionState.RUNNING), "it does not know of the new epoch"
+        wires.thaw(running.address)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert await num_recomputed(swarm) < 64
+        port, name = swarm.clients[0].metrics_port, "corolla_session_recoveries_total"
+        assert sum([await sample(port, name, cause="hop_late", method=method) for method in METHODS]) == 1
+        assert await sample(port, "corolla_quarantined_servers") == 0
         await swarm.until_empty()
 
 

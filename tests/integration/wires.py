@@ -1,9 +1,12 @@
 """The connections of one service of a swarm, which a test can cut, listen to, and change what travels on them."""
 
 import asyncio
+import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import grpc
@@ -45,6 +48,7 @@ class Wires:
         on_received: hook for each frame that has come in on one, before the service gets it.
         on_taken: hook for each frame that has come in on a stream that another one began.
         openings: how often a session was to be opened at each address.
+        frozen_since_s: since when nothing goes over the streams to an address.
 
     Args:
         network: how the service would reach the others without the test.
@@ -58,6 +62,7 @@ class Wires:
         self.openings: Counter[str] = Counter()
         self._streams: list[_Stream] = []
         self._listening: list[StreamListener] = []
+        self.frozen_since_s: dict[str, float] = {}
         self._is_mute = False
 
     @property
@@ -84,6 +89,17 @@ class Wires:
         """Breaks all streams that others have to the service, and lets no new one begin."""
         for listener in self._listening:
             await listener.close()
+
+    def freeze(self, address: str) -> None:
+        """Nothing goes over the service's streams to this address, in either direction, until they thaw."""
+        self.frozen_since_s[address] = asyncio.get_running_loop().time()
+
+    def thaw(self, address: str) -> None:
+        """What was sent meanwhile arrives now, on streams that have not ended."""
+        del self.frozen_since_s[address]
+        for stream in self._streams:
+            if stream.address == address:
+                stream.thaw()
 
     def mute(self) -> None:
         """No call of the service's own gets through any more. Its streams stay."""
@@ -152,6 +168,7 @@ class _Stream:
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._wires = wires
         self._receiver: Receiver | None = None
+        self._held: list[Callable[[], None]] = []
         self._stream = wires.beneath.connect(address, lambda _: self._begin(accept), limits)
         self._stream.ended.add_done_callback(lambda ended: self._on_ended(ended.result()))
 
@@ -159,8 +176,15 @@ class _Stream:
     def peer(self) -> Workload | None:
         return self._stream.peer
 
+    @property
+    def heard_s(self) -> float:
+        return min(self._stream.heard_s, self._wires.frozen_since_s.get(self.address, math.inf))
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self.ended.done():
+            return
+        if self.address in self._wires.frozen_since_s:
+            self._held.append(partial(self.send, copy.deepcopy(control), bytes(payload)))
             return
         self._wires.openings[self.address] += isinstance(control, pb.Open)
         try:
@@ -177,6 +201,11 @@ class _Stream:
     def abort(self, cause: StreamCause = StreamCause.LOST) -> None:
         self._stream.abort(cause)
 
+    def thaw(self) -> None:
+        held, self._held = self._held, []
+        for go_on in held:
+            go_on()
+
     def cut(self, how: Cut) -> None:
         if how.is_noticed:
             self._stream.abort()
@@ -188,6 +217,9 @@ class _Stream:
 
     def _receive(self, frame: Frame) -> None:
         if self.ended.done() or self._receiver is None:
+            return
+        if self.address in self._wires.frozen_since_s:
+            self._held.append(partial(self._receive, Frame(frame.control, bytes(frame.payload))))
             return
         try:
             frame = self._wires.on_received(self.address, frame)

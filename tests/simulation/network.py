@@ -21,6 +21,7 @@ from grpc import aio
 from corolla.chassis.channels import Channels
 from corolla.chassis.errors import CorollaError, InternalError
 from corolla.trust.workload import Workload
+from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.frames import Buffer, encode
 from corolla.wire.stream import Accept, Connect, Receiver, Stream, StreamCause, StreamEnd, StreamLimits
 from tests.frame_bytes import decode, join
@@ -340,6 +341,7 @@ class _StreamEnd:
     def __init__(self, streaming: _Streaming, process: Process, accept: Accept) -> None:
         self.process = process
         self.peer: Workload | None = None
+        self.heard_s = 0.0
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._streaming = streaming
         self._accept: Accept | None = accept
@@ -374,11 +376,16 @@ class _StreamEnd:
             self._streaming.settle()
 
     def _take(self, message: bytes) -> None:
+        self.heard_s = asyncio.get_running_loop().time()
         if self._accept is not None:
             self._receive, self._accept = self._accept(self), None
         try:
             for frame in decode(message):
-                if self._receive is not None and not self.ended.done():
+                if self._receive is None or self.ended.done() or isinstance(frame.control, pb.Pong):
+                    continue
+                if isinstance(frame.control, pb.Ping):
+                    self.send(pb.Pong())
+                else:
                     self._receive(frame)
         except CorollaError as error:
             self.fail(error)

@@ -266,7 +266,7 @@ class Recovery:
             self._avoid(() if isinstance(failure, RouteUnknown) else failed)
         if action is Action.REPLACE_FOR_GOOD and not failed:
             raise failure
-        if action in (Action.REPLACE, Action.REPLACE_EITHER, Action.REPLACE_FOR_GOOD):
+        if action in (Action.REPLACE, Action.REPLACE_HERE, Action.REPLACE_EITHER, Action.REPLACE_FOR_GOOD):
             for hop in failed:
                 job.lost.add(hop.server_id, _now_s(), for_good=action is Action.REPLACE_FOR_GOOD)
         elif action is Action.FILL_IN_PLACE:

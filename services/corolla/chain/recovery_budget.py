@@ -8,6 +8,7 @@ from typing import Final
 
 from corolla.chassis.errors import (
     CorollaError,
+    HopLate,
     HopLeaving,
     HopSessionLost,
     HopUnavailable,
@@ -39,6 +40,8 @@ class Action(Enum):
     """The server computed nothing of use: it gets this request no more."""
     REPLACE_EITHER = "replace either"
     """A hop could not reach another one, which is alive: replace the other one, the second time the first one."""
+    REPLACE_HERE = "replace here"
+    """The server is late: its standby takes this session, and other sessions keep the server."""
     FOLLOW = "follow"
     """The server hands its sessions over; the recovery waits for that."""
     FILL = "fill"
@@ -52,6 +55,8 @@ class Action(Enum):
 def classify(failure: CorollaError, *, is_alive: bool = False) -> Action:
     """Says what to do about a failure. `is_alive`: this process reaches the hop that another one could not reach."""
     match failure:
+        case HopLate():
+            return Action.REPLACE_HERE
         case HopUnavailable():
             return Action.REPLACE_EITHER if failure.reporter and is_alive else Action.REPLACE
         case NotComputed():
@@ -65,7 +70,7 @@ def classify(failure: CorollaError, *, is_alive: bool = False) -> Action:
     return Action.GIVE_UP
 
 
-CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, RouteUnknown)))
+CAUSES: Final = ("idle", *(each.reason.lower() for each in (*RECOVERABLE, HopLate, RouteUnknown)))
 """Why a recovery was needed: hops had forgotten an idle session (`idle`), or a step failed with the named error."""
 
 METHODS: Final = ("outputs", "outputs+tokens", "reopen", "tokens")
@@ -138,6 +143,11 @@ class RecoveryBudget:
     _reporters: set[str] = field(default_factory=set)
     _position: int = -1
     _num_replay_deaths: int = 0
+
+    @property
+    def may_hedge(self) -> bool:
+        """A session may leave a late hop. Half of the attempts are kept for hops that are lost."""
+        return self.num_attempts < self.max_recoveries // 2
 
     def spend(
         self,

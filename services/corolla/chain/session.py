@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
+from corolla.chain.lateness import TokenWaits, overslept
 from corolla.chain.pending import HiddenStates
 from corolla.chain.prompt_readout import PromptReadout, token_of
 from corolla.chain.recovery import OpenSequences, Recovery
@@ -21,7 +22,7 @@ from corolla.chain.standbys import StandbyMode, Standbys
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
-from corolla.chassis.errors import CorollaError, InternalError
+from corolla.chassis.errors import CorollaError, HopLate, InternalError
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tracing import spans
 from corolla.decoding.parameters import SampledToken
@@ -91,6 +92,7 @@ class ChainSession(OpenSequences):
         self._history = TokenHistory()
         self._newest_id = 0
         self._tokens: TokenStream | None = None
+        self._waits = TokenWaits()
         self._on_pace = on_pace
         # The time of the first token and the position after it; None if the pace must not be measured.
         self._first_token: tuple[float, int] | None = None
@@ -287,7 +289,27 @@ class ChainSession(OpenSequences):
             credit_end = self.position + self._limits.max_tokens_ahead
             self._observe_pace(self._tokens)
             self._plane.grant(self.chain.hops[-1], self.identity, self._tokens, credit_end)
-        return await self._next_round()
+        if self.has_unread_tokens:
+            return await self._next_round()
+        began_s = _now_s()
+        await self._hedge()
+        rounds = await self._next_round()
+        self._waits.add(_now_s() - began_s)
+        return rounds
+
+    async def _hedge(self) -> None:
+        """Waits for a token, and ends its stream if it is late and a hop is silent whose standby can go on."""
+        stream, late_after_s, until_s = self._tokens, self._waits.late_after_s, _now_s() + self._limits.step_timeout_s
+        if stream is None or late_after_s >= self._limits.step_timeout_s or not await stream.is_late(late_after_s):
+            return
+        while self._budget.may_hedge and _now_s() < until_s and (guarded := self._binding.standbys.guarded(self.chain)):
+            asked_s, answer_s = _now_s(), self._plane.ask(guarded)
+            if not await stream.is_late(answer_s):
+                return
+            address = self._plane.silent_one(guarded, asked_s)
+            if address is not None and not overslept(asked_s, answer_s, _now_s()):
+                stream.end(HopLate("a hop of the chain is late", address))
+                return
 
     def _begin(self, row: pb.StepRow, *, waits: bool = False) -> None:
         credit_end = 0 if waits else row.position + row.num_tokens + self._limits.max_tokens_ahead

@@ -52,6 +52,11 @@ class StandbyHops:
         """All standbys, as hops."""
         return [each.hop for each in self.by_hop.values()]
 
+    def guarded(self, chain: common_pb2.Chain) -> list[str]:
+        """The addresses of the hops whose standbys can take their place at once."""
+        named = {server_id for server_id, each in self.by_hop.items() if each.is_named}
+        return [hop.address for hop in chain.hops if hop.server_id in named]
+
     def distrust(self, position: int) -> None:
         """Notes that the sessions are opened again: of what standbys hold, only the tokens before `position` count."""
         for each in self.by_hop.values():

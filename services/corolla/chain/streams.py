@@ -12,6 +12,7 @@ from typing import Final
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
+from corolla.chain.lateness import ANSWER_S, may_blame
 from corolla.chain.pending import HiddenStates, PendingReplies, RowFuture, discard, fail
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.token_stream import TokenStream
@@ -33,10 +34,19 @@ _MOST_LOOKED_UP: Final = 64
 
 @dataclass(slots=True)
 class _Server:
-    """The stream to a block server, and the future of the server's Welcome."""
+    """The stream to a block server, and the future of the server's Welcome.
+
+    Attributes:
+        began_s: when the stream began.
+        answer_s: how long the server took from then until its Welcome.
+        asked_s: when it was asked whether it lives, the first time since it last sent something.
+    """
 
     stream: Stream
     welcome: asyncio.Future[pb.Welcome]
+    began_s: float
+    answer_s: float = 0.0
+    asked_s: float = 0.0
 
 
 class DataPlane:
@@ -125,7 +135,7 @@ class DataPlane:
         welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         stream = self._connect(address, lambda _: partial(self._receive, address), self._limits)
         stream.send(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
-        server = self._servers[address] = _Server(stream, welcome)
+        server = self._servers[address] = _Server(stream, welcome, _now_s())
         stream.ended.add_done_callback(lambda _: self._on_ended(address, server))
         self.handovers.mark_connected(address)
         return server
@@ -273,6 +283,27 @@ class DataPlane:
         for hop in hops:
             self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
+    def ask(self, addresses: Iterable[str]) -> float:
+        """Pings servers at once. Returns within how many seconds a server that lives answers."""
+        answer_s = ANSWER_S
+        for address in addresses:
+            server = self._servers.get(address)
+            if server is None:  # its loss has already failed what waits for it
+                continue
+            if server.stream.heard_s >= server.asked_s:
+                server.asked_s = _now_s()
+            answer_s = max(answer_s, server.answer_s)
+            with contextlib.suppress(QueueFull):  # a server that reads nothing does not answer either
+                server.stream.send(pb.Ping())
+        return answer_s
+
+    def silent_one(self, addresses: Iterable[str], asked_s: float) -> str | None:
+        """A server among some that were asked then and has sent nothing since; None if no single server is to blame."""
+        silent = {address for address, each in self._servers.items() if each.stream.heard_s < each.asked_s <= asked_s}
+        if not may_blame(len(silent), len(self._servers)):
+            return None
+        return next((address for address in addresses if address in silent), None)
+
     async def close(self) -> None:
         await self._tasks.close()
         streams = [server.stream for server in self._servers.values()]
@@ -330,6 +361,7 @@ class DataPlane:
                 self._on_moved(control, address)
             case pb.Welcome():
                 if server is not None and not server.welcome.done():
+                    server.answer_s = _now_s() - server.began_s
                     server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of an unexpected kind")
@@ -364,6 +396,10 @@ class DataPlane:
         finally:
             self._num_looked_up -= 1
         self._note_move(moved, address)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _error_of(fault: pb.Fault, sender: str) -> CorollaError:

@@ -74,6 +74,12 @@ class TokenStream:
             self._failure = failure
         self._wake()
 
+    async def is_late(self, wait_s: float) -> bool:
+        """Waits for a round or a failure, at most `wait_s`. Returns whether neither came."""
+        if not self._rounds and self._failure is None:
+            await self._wait(wait_s)
+        return not self._rounds and self._failure is None
+
     async def next(self, timeout_s: float) -> RoundTokens:
         """Returns the next round. Raises the failure that ended the stream, or HopUnavailable after `timeout_s`."""
         if not self._rounds and self._failure is None:

@@ -313,6 +313,13 @@ class RouteUnknown(HopUnavailable):
     """
 
 
+class HopLate(HopUnavailable):
+    """A session's token is late and the hop at `address` is silent, so the hop's standby takes the session.
+
+    The server may still serve others.
+    """
+
+
 class HopLeaving(CorollaError, code=StatusCode.UNAVAILABLE, retry_after_s=1.0):
     """The block server at `address` drains: it takes no new sessions, and its sessions go to others. It is healthy."""
 

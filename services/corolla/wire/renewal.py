@@ -72,6 +72,10 @@ class RenewedStream:
     def peer(self) -> Workload | None:
         return self._current.peer
 
+    @property
+    def heard_s(self) -> float:
+        return max(connection.heard_s for connection in self._connections())
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if isinstance(control, pb.Hello):
             self._hello.CopyFrom(control)

@@ -177,6 +177,10 @@ class Stream(Protocol):
     ended: asyncio.Future[StreamEnd]
 
     @property
+    def heard_s(self) -> float:
+        """When bytes last came from the other end, by the event loop's clock."""
+
+    @property
     def peer(self) -> Workload | None:
         """The identity of the other end; None without mutual TLS."""
 
@@ -256,6 +260,10 @@ class FrameStream(asyncio.BufferedProtocol):
         self._next_look_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_peer_valid: Callable[[], bool] = lambda: True
+
+    @property
+    def heard_s(self) -> float:
+        return self._heard_s
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self._end is not None or self._state not in (StreamState.GREETING, StreamState.OPEN):

@@ -6,6 +6,7 @@ from corolla.chain.quarantine import FIRST_QUARANTINE_S, MOST_QUARANTINE_S, Quar
 from corolla.chain.recovery_budget import MAX_REPLAY_DEATHS, Action, RecoveryBudget, classify
 from corolla.chassis.errors import (
     CorollaError,
+    HopLate,
     HopLeaving,
     HopSessionLost,
     HopUnavailable,
@@ -91,6 +92,7 @@ def test_attempts_are_counted_over_all_recoveries() -> None:
     "failure, action",
     [
         (HopUnavailable("lost", "a:1"), Action.REPLACE), (RouteUnknown("unknown", "a:1"), Action.REPLACE),
+        (HopLate("late", "a:1"), Action.REPLACE_HERE),
         (NonFiniteOutput("not finite"), Action.REPLACE_FOR_GOOD), (HopLeaving("drains"), Action.FOLLOW),
         (HopSessionLost("evicted"), Action.FILL), (OutputsNotKept("evicted"), Action.FILL),
         (OutOfPages("full"), Action.FILL_IN_PLACE), (QueueFull("full"), Action.GIVE_UP),
@@ -102,6 +104,15 @@ def test_each_failure_has_its_action(failure: CorollaError, action: Action) -> N
     if action is Action.GIVE_UP:
         with pytest.raises(type(failure)):
             RecoveryBudget(16).spend(action, failure, 7)
+
+
+def test_hedges_leave_attempts_for_hops_that_are_lost() -> None:
+    budget = RecoveryBudget(4)
+    for position in range(2):
+        assert budget.may_hedge
+        budget.spend(Action.REPLACE_HERE, HopLate("late", "a:1"), position)
+    assert not budget.may_hedge
+    budget.spend(Action.REPLACE, LOST, 2)
 
 
 def test_a_hop_that_only_another_one_cannot_reach_is_not_simply_lost() -> None:

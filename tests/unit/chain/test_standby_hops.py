@@ -19,6 +19,11 @@ def test_what_came_after_an_opening_counts_only_once_the_standby_is_named_again(
     assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s")]))) == []
 
 
+def test_only_a_named_standby_guards_its_hop() -> None:
+    standbys = StandbyHops({"a": StandbyHop(hop("s"), is_named=True), "b": StandbyHop(hop("t"))})
+    assert standbys.guarded(common_pb2.Chain(hops=[hop("a"), hop("b"), hop("c")])) == ["a:1"]
+
+
 def test_a_standby_that_is_lost_as_well_replaces_nothing() -> None:
     standbys = StandbyHops({"a": StandbyHop(hop("s")), "b": StandbyHop(hop("t"))})
     assert standbys.replacements({"a"}) == {"a": hop("s")}

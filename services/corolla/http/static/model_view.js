@@ -7,6 +7,7 @@ const count = new Intl.NumberFormat("en");
 const clock = new Intl.DateTimeFormat("en", { timeStyle: "medium", hour12: false });
 const CAUSES = {
   hop_unavailable: "was lost",
+  hop_late: "was late",
   hop_leaving: "left",
   idle: "had forgotten the session",
   hop_session_lost: "had lost the session",
