@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -172,8 +173,8 @@ class ChainBinding:
         identities: the sessions' identities; during a recovery, with the epoch in which hops are going to open them.
         max_step_tokens: the most tokens that every hop takes in one step.
         open_replies: for each hop, its answer for each session when the chain was opened.
-        open_identities: the identities under which every hop of the chain last opened the sessions.
         standbys: the servers that stand by for the chain's hops.
+        open_identities: the identities under which every hop of the chain last opened the sessions.
     """
 
     identities: tuple[SessionIdentity, ...]
@@ -181,8 +182,8 @@ class ChainBinding:
     open_options: OpenOptions
     max_step_tokens: int
     open_replies: Sequence[Sequence[pb.Opened]] = ()
+    standbys: StandbyHops = field(default_factory=StandbyHops)
     open_identities: tuple[SessionIdentity, ...] = field(init=False)
-    standbys: StandbyHops = field(init=False, default_factory=StandbyHops)
 
     def __post_init__(self) -> None:
         self.open_identities = self.identities
@@ -295,6 +296,7 @@ class Reservations:
     routes: Routes
     plane: DataPlane
     limits: ChainLimits
+    _num_placed: Counter[str] = field(init=False, default_factory=Counter)
 
     async def reserve(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float = math.inf
@@ -398,6 +400,7 @@ class Reservations:
             open_options,
             max_step_tokens=min(max_tokens for on_hop in opened for _, max_tokens in on_hop),
             open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
+            standbys=StandbyHops(num_placed=self._num_placed),
         )
 
     async def open_standby(

@@ -1,5 +1,6 @@
 """The standbys of sessions on one chain, and how far each may be believed. Pure."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -39,6 +40,7 @@ class StandbyHops:
         due_at: sessions of so many tokens need standbys that they do not have yet.
         pause: after how many further tokens the sessions look for standbys again.
         are_over: whether the sessions are closed, so that no standby may be named any more.
+        num_placed: for how many chains each server stands by, by id; all chains of a process count in one.
     """
 
     by_hop: dict[str, StandbyHop] = field(default_factory=dict)
@@ -46,11 +48,30 @@ class StandbyHops:
     due_at: int = 0
     pause: int = TOKENS_BETWEEN_LOOKS
     are_over: bool = False
+    num_placed: Counter[str] = field(default_factory=Counter)
 
     @property
     def hops(self) -> list[common_pb2.Hop]:
         """All standbys, as hops."""
         return [each.hop for each in self.by_hop.values()]
+
+    def add(self, server_id: str, standby: StandbyHop) -> None:
+        """Adds the standby of the hop with this id, which has none."""
+        self.by_hop[server_id] = standby
+        self.num_placed[standby.hop.server_id] += 1
+
+    def remove(self, server_id: str) -> common_pb2.Hop:
+        """Removes the standby of the hop with this id, and returns it."""
+        standby = self.by_hop.pop(server_id).hop
+        self.num_placed[standby.server_id] -= 1
+        if not self.num_placed[standby.server_id]:
+            del self.num_placed[standby.server_id]
+        return standby
+
+    def clear(self) -> None:
+        for server_id in list(self.by_hop):
+            self.remove(server_id)
+        self.due_at = 0
 
     def guarded(self, chain: common_pb2.Chain) -> list[str]:
         """The addresses of the hops whose standbys can take their place at once."""
@@ -83,8 +104,7 @@ class StandbyHops:
         server_ids = {hop.server_id for hop in chain.hops}
         for server_id, each in list(self.by_hop.items()):
             if each.hop.server_id in server_ids:
-                del self.by_hop[server_id]
+                self.remove(server_id)
             elif server_id not in server_ids:
-                del self.by_hop[server_id]
-                yield each.hop
+                yield self.remove(server_id)
         self.due_at = 0

@@ -3,7 +3,6 @@
 import logging
 import secrets
 import sys
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Final, Literal
 
@@ -79,8 +78,7 @@ class Standbys:
             kept: hops that keep the sessions, since one that left handed them over.
         """
         self._reservations.give_back(binding.identities, [each for each in binding.standbys.hops if each not in kept])
-        binding.standbys.by_hop.clear()
-        binding.standbys.due_at = 0
+        binding.standbys.clear()
         for identity in binding.identities:
             self._bindings.pop(identity.session_id, None)
 
@@ -154,20 +152,16 @@ class Standbys:
             self._refuse(binding, hop)
         taken = {each.server_id for each in (*binding.chain.hops, *standbys.hops)}
         num_tokens = binding.open_options.max_tokens * len(binding.identities)
-        chosen = self._routes.standby_for(hop, taken | standbys.refused, num_tokens, self._num_placed())
+        chosen = self._routes.standby_for(hop, taken | standbys.refused, num_tokens, standbys.num_placed)
         if chosen is None:
             return None
-        held = standbys.by_hop[hop.server_id] = StandbyHop(chosen)
+        held = StandbyHop(chosen)
+        standbys.add(hop.server_id, held)
         return held
-
-    def _num_placed(self) -> Counter[str]:
-        """Maps server ids to the number of this process's chains that have the server as a standby."""
-        bindings = {id(binding): binding for binding in self._bindings.values()}
-        return Counter(hop.server_id for binding in bindings.values() for hop in binding.standbys.hops)
 
     def _refuse(self, binding: ChainBinding, hop: common_pb2.Hop) -> None:
         """Gives up a hop's standby; the sessions will not be copied to that server again."""
-        standby = binding.standbys.by_hop.pop(hop.server_id).hop
+        standby = binding.standbys.remove(hop.server_id)
         binding.standbys.refused.add(standby.server_id)
         self._reservations.give_back(binding.identities, [standby])
 

@@ -1,5 +1,7 @@
 """How far standbys may be believed."""
 
+from collections import Counter
+
 from corolla.chain.standby_hops import StandbyHop, StandbyHops
 from corolla.v1 import common_pb2
 
@@ -32,7 +34,14 @@ def test_a_standby_that_is_lost_as_well_replaces_nothing() -> None:
 
 
 def test_a_new_chain_keeps_the_standbys_of_its_hops() -> None:
-    standbys = StandbyHops({name: StandbyHop(hop(f"of-{name}")) for name in "abc"})
+    num_placed = Counter({"of-a": 1})  # for another chain of the same process
+    standbys = StandbyHops(num_placed=num_placed)
+    for name in "abc":
+        standbys.add(name, StandbyHop(hop(f"of-{name}")))
+    assert num_placed == {"of-a": 2, "of-b": 1, "of-c": 1}
     left = list(standbys.settle(common_pb2.Chain(hops=[hop("a"), hop("of-b"), hop("d")])))
     assert left == [hop("of-c")]
     assert list(standbys.by_hop) == ["a"]
+    assert num_placed == {"of-a": 2}
+    standbys.clear()
+    assert num_placed == {"of-a": 1}
