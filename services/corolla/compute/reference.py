@@ -10,7 +10,7 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.cache.states import LayerState
 from corolla.compute.attention.base import AttentionBatch, PackedRow
-from corolla.compute.attention.latents import LATENT, PackedLatents, leave_latents
+from corolla.compute.attention.latents import EXPANDED, LATENT, PackedLatents, leave_latents
 from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.span_model import SpanModel
@@ -26,17 +26,22 @@ class FamilyBlocks(Blocks):
     Args:
         model: the span; its attention function is set.
         stacks: the stacked copies of adapters.
+        is_exact: whether results have transformers' bits; otherwise short steps attend to latents themselves.
     """
 
-    name: Final = "family"
+    name = "family"
 
-    def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
+    def __init__(self, model: SpanModel, stacks: AdapterStacks, *, is_exact: bool) -> None:
         super().__init__(stacks, model.device)
         self._model = model
         self._caches_latents = model.family.past.caches_latents
-        model.set_attention(LATENT if self._caches_latents else RAGGED)
-        if self._caches_latents:
-            leave_latents(model.modules())
+        if not self._caches_latents:
+            model.set_attention(RAGGED)
+            return
+        leave_latents(model.modules())
+        model.set_attention(EXPANDED if is_exact else LATENT)
+        if not is_exact:
+            self.name = "latents"
 
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""

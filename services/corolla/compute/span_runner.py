@@ -84,8 +84,10 @@ class SpanRunner:
         )  # fmt: skip
         if model.fused is not None:
             self.blocks = FusedBlocks(model.fused, self.stacks)
+        elif model.packs_rows:
+            self.blocks = FamilyBlocks(model, self.stacks, is_exact=not is_fused)
         else:
-            self.blocks = (FamilyBlocks if model.packs_rows else FamilyRows)(model, self.stacks)
+            self.blocks = FamilyRows(model, self.stacks)
         probe = ShapeProbe()
         if model.packs_rows and not model.family.past.caches_latents:
             self._probe(probe)

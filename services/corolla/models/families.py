@@ -55,7 +55,7 @@ class Past:
     """What blocks keep of earlier tokens.
 
     Attributes:
-        caches_latents: whether the cache holds latents, from which attention makes keys and values when it reads them.
+        caches_latents: whether the cache holds latents, of which keys and values are products; see `attention/latents`.
         continues_singly: whether the family's code ignores an earlier recurrent state in a call of several tokens, so
             that tokens after a session's first call run one by one.
         cache_argument: the name of the cache among the arguments of the base model's forward.
@@ -86,7 +86,8 @@ class Family:
         head_scalars: attributes of the base model that multiply the logits.
         packs_rows: whether attention goes through transformers' AttentionInterface, so that rows of different sessions
             may be packed into one call.
-        read_weights: names of linear layers whose weights the family's code reads without calling the layers.
+        read_weights: names of linear layers whose weights are read without calling the layers, or which see the cached
+            latents of earlier tokens, too. They stay plain, and no adapter changes them.
         has_rope_alpha: whether a rotary embedding of the type `dynamic` keeps no state if it has an `alpha`.
         begins_anew: whether `generate()` computes the whole text again once the text is too long for the short factors
             of a longrope embedding. In other families, `generate()` keeps the earlier keys.
@@ -192,10 +193,10 @@ _FAMILIES = (
     Family("phimoe", packs_rows=False, begins_anew=True),
     Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
     *(
-        Family(name, past=Past(caches_latents=True))
+        Family(name, past=Past(caches_latents=True), read_weights=("kv_b_proj",))
         for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     ),
-    Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True)),
+    Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True), read_weights=("kv_b_proj",)),
     *(
         Family(name, past=Past(keeps_states=True))
         for name in ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,6 @@ from corolla.models.quantization import pack_empty, quantize, quantizer
 from corolla.models.rotary_table import LongRope
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
-
-# This layer reads the cached latents of all tokens at every step, so an adapter cannot change it for new tokens only.
-_EXPANSION: Final = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,7 @@ class SpanModel:
             layer: the block's index within the span.
             path: the linear layer's path within the block, such as `self_attn.q_proj`.
         """
-        if (self.family.past.caches_latents and path == _EXPANSION) or path.endswith(self.family.read_weights):
+        if path.endswith(self.family.read_weights):
             return None
         modules = dict(self._layer(layer).named_modules())
         if (shape := _features(modules.get(path))) is None:

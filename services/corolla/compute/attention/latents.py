@@ -1,14 +1,22 @@
 """Multi-latent attention over rows of different sessions.
 
 Families with it (DeepSeek-V2, 2024) cache for each token a short latent and the rotated part of its key, in one head
-each, and make the keys and values of all heads from both at every step. The family's own code expands the latents, in
-one product for as many rows as fit into memory; then each row attends to its own session's part. If a row alone does
-not fit, it is expanded piece by piece, and the attention outputs of the pieces are merged (see `partial_attention`).
+each. The keys and values of all heads are products of the latents and a weight. There are two ways to attend to them:
+
+- A row of few new tokens multiplies its queries by the weight of the keys and attends to the latents themselves, which
+  all heads share; the outputs, which are sums of latents, are multiplied by the weight of the values (2.1.2 there).
+- For a row of many new tokens, the family's own code expands the latents, in one product for as many rows as fit into
+  memory; then each row attends to its own session's part.
+
+If a row alone does not fit into memory, it attends piece by piece, and the outputs of the pieces are merged (see
+`partial_attention`).
 
 All tensors of a call are on the device of the pages, in the model's dtype.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -19,14 +27,41 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.partial_attention import Part, math, merge_two
 
-LATENT = "corolla_latent"
+LATENT: Final = "corolla_latent"
+EXPANDED: Final = "corolla_expanded"
+"""All rows attend to expanded latents: the results have the bits of transformers."""
 
 MAX_EXPANDED_BYTES: Final = 1 << 30
-"""The most bytes that expanded latents and the scores over them may take in one layer."""
+"""The most bytes that latents, what they expand to, and the scores over them may take in one layer."""
 
 # Bytes of one query's score in one head and of its intermediate results: a few float32 numbers.
 _SCORE_BYTES: Final = 16
 _FLOAT32_BYTES: Final = 4
+
+
+def reads_latents(config: PretrainedConfig, num_queries: int) -> bool:
+    """Whether this many queries attend to the latents themselves, since that takes fewer multiplications. Pure.
+
+    For each key and head, a query multiplies two latents instead of a key and a value. A row's own number of tokens
+    decides, so that the other rows of a step do not change how it rounds.
+    """
+    expanded: int = config.qk_nope_head_dim + config.v_head_dim
+    return num_queries * (2 * int(config.kv_lora_rank) - expanded) < int(config.kv_lora_rank) * expanded
+
+
+def bytes_of_latent(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
+    """Bytes that one token's latent and rotated key take in one layer while `num_queries` attend to them.
+
+    The sum includes the scores and a copy of both in float32; see `bytes_of_key`.
+    """
+    numbers = config.kv_lora_rank + config.qk_rope_head_dim
+    scores = config.num_attention_heads * num_queries * _SCORE_BYTES
+    return int(numbers * (like.itemsize + _FLOAT32_BYTES) + scores)
+
+
+def _bytes_of_queries(config: PretrainedConfig, num_queries: int) -> int:
+    """Bytes that projected queries, and the sums of latents of two pieces while they are merged, take in one layer."""
+    return int(6 * config.num_attention_heads * num_queries * config.kv_lora_rank * _FLOAT32_BYTES)
 
 
 def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
@@ -57,7 +92,7 @@ def runs_within(costs: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def leave_latents(modules: Iterable[nn.Module]) -> None:
-    """Makes attention modules pass latents on unexpanded, since `latent_attention` expands them later."""
+    """Makes attention modules pass latents on unexpanded, since `latent_attention` reads them from pages."""
     for module in modules:
         if hasattr(module, "expand_kv"):
             cast(Any, module).expand_kv = _as_they_are
@@ -95,6 +130,7 @@ def latent_attention(
     *,
     batch: AttentionBatch,
     scaling: float | None = None,
+    expands_all: bool = False,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls for rows whose latents `PackedLatents` has stored.
@@ -106,22 +142,87 @@ def latent_attention(
         attention_mask: unused; transformers makes no mask for functions that it does not know.
         batch: the rows.
         scaling: the factor of the scores; None: one over the square root of the head size.
+        expands_all: whether short rows, too, attend to expanded latents.
 
     Returns:
         The output `[1, N, heads, value head size]` in the query's dtype, and None.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    key_bytes = [bytes_of_key(cast(Any, module).config, query, row.num_tokens) for row in batch.rows]
-    costs = [each * (row.position + row.num_tokens) for each, row in zip(key_bytes, batch.rows, strict=True)]
+    config: PretrainedConfig = cast(Any, module).config
     outputs: list[Tensor] = []
+
+    def reads_them(row: PackedRow) -> bool:
+        return not expands_all and reads_latents(config, row.num_tokens)
+
+    for is_short, rows in itertools.groupby(batch.rows, reads_them):
+        attend = _attend_to_latents if is_short else _attend_to_expanded
+        outputs.extend(attend(module, query, tuple(rows), batch, scaling))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+
+
+def _attend_to_latents(
+    module: nn.Module, query: Tensor, rows: Sequence[PackedRow], batch: AttentionBatch, scaling: float
+) -> Iterator[Tensor]:
+    """Yields each row's output `[1, num_tokens, heads, value head size]`; the latents are one key head of all heads.
+
+    No product has numbers of two rows. So a row has the same bits alone and next to others.
+    """
+    config: PretrainedConfig = cast(Any, module).config
+    plain, rotated = torch.split(query[0], [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+    expansion: Tensor = cast(Any, module).kv_b_proj.weight
+    of_heads = expansion.view(len(plain), -1, config.kv_lora_rank)
+    of_keys, of_values = torch.split(of_heads, [config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    for row in rows:
+        own = slice(row.start, row.end)
+        projected = torch.bmm(plain[:, own], of_keys)
+        queries = (projected.float() * scaling, rotated[:, own].float() * scaling)
+        most = MAX_EXPANDED_BYTES - _bytes_of_queries(config, row.num_tokens)
+        piece_tokens = max(1, most // bytes_of_latent(config, query, row.num_tokens))
+
+        def attended(start: int, num_keys: int, row: PackedRow = row, queries: tuple[Tensor, Tensor] = queries) -> Part:
+            latents, rotated_keys = _latents(module, row, start, start + num_keys)
+            bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
+            return _shared_keys(*queries, latents[0].float(), rotated_keys[0].float(), bias)
+
+        summed = _in_pieces(attended, piece_tokens, row).to(query.dtype)
+        yield torch.bmm(summed[0], of_values.transpose(1, 2)).transpose(0, 1).unsqueeze(0)
+
+
+def _shared_keys(
+    projected: Tensor, rotated: Tensor, latents: Tensor, rotated_keys: Tensor, bias: Tensor | None
+) -> Part:
+    """The attention of all heads to one run of latents, which are keys and values; all tensors are float32.
+
+    Args:
+        projected: `[heads, num_tokens, latent size]`, the scaled queries for latents.
+        rotated: `[heads, num_tokens, rotated size]`, the scaled queries for rotated keys.
+        latents: `[keys, latent size]`.
+        rotated_keys: `[keys, rotated size]`.
+        bias: `[num_tokens, keys]`, 0 or minus infinity; None: 0.
+    """
+    scores = torch.mm(projected.flatten(0, 1), latents.T)
+    scores = scores.addmm_(rotated.flatten(0, 1), rotated_keys.T).view(*projected.shape[:2], -1)
+    if bias is not None:
+        scores += bias
+    log_sum = torch.logsumexp(scores, dim=-1)
+    weights = scores.sub_(log_sum.unsqueeze(-1)).exp_()
+    if bias is not None:
+        weights.nan_to_num_(0.0)  # the query sees no key of this run
+    return torch.mm(weights.flatten(0, 1), latents).view_as(projected).unsqueeze(0), log_sum.unsqueeze(0)
+
+
+def _attend_to_expanded(
+    module: nn.Module, query: Tensor, rows: Sequence[PackedRow], batch: AttentionBatch, scaling: float
+) -> Iterator[Tensor]:
+    """Yields each row's output `[1, num_tokens, heads, value head size]`; the family's code expands the latents."""
+    key_bytes = [bytes_of_key(cast(Any, module).config, query, row.num_tokens) for row in rows]
+    costs = [each * (row.position + row.num_tokens) for each, row in zip(key_bytes, rows, strict=True)]
     for run in runs_within(costs, MAX_EXPANDED_BYTES):
-        rows = batch.rows[run]
         if costs[run.start] > MAX_EXPANDED_BYTES:
             piece_tokens = max(1, MAX_EXPANDED_BYTES // key_bytes[run.start])
-            outputs.append(_attend_in_pieces(module, query, rows[0], batch, scaling, piece_tokens))
+            yield _attend_in_pieces(module, query, rows[run.start], batch, scaling, piece_tokens)
         else:
-            outputs.extend(_attend_together(module, query, rows, batch, scaling))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+            yield from _attend_together(module, query, rows[run], batch, scaling)
 
 
 def _attend_together(
@@ -147,19 +248,23 @@ def _attend_in_pieces(
     A piece is a run of tokens, not of heads: the layouts of packed or quantised linear layers cannot be cut by outputs.
     """
     own_query = query[:, :, row.start : row.end]
-    end = row.position + row.num_tokens
 
-    def attended(start: int) -> Part:
+    def attended(start: int, num_keys: int) -> Part:
         # This is a function so that a piece's keys and values are freed before the next piece is expanded.
-        num_keys = min(piece_tokens, end - start)
         keys, values = _expanded(module, [_latents(module, row, start, start + num_keys)])
         bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
         return math(own_query, keys, values, scaling=scaling, bias=bias)
 
-    whole = attended(0)
+    return _in_pieces(attended, piece_tokens, row).to(query.dtype).transpose(1, 2)
+
+
+def _in_pieces(attended: Callable[[int, int], Part], piece_tokens: int, row: PackedRow) -> Tensor:
+    """The output of a row's attention to runs of `piece_tokens` keys; `attended` gets a run's start and length."""
+    end = row.position + row.num_tokens
+    whole = attended(0, min(piece_tokens, end))
     for start in range(piece_tokens, end, piece_tokens):
-        whole = merge_two(whole, attended(start))
-    return whole[0].to(query.dtype).transpose(1, 2)
+        whole = merge_two(whole, attended(start, min(piece_tokens, end - start)))
+    return whole[0]
 
 
 def _latents(module: nn.Module, row: PackedRow, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -176,3 +281,4 @@ def _expanded(module: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> tupl
 
 
 AttentionInterface.register(LATENT, latent_attention)
+AttentionInterface.register(EXPANDED, functools.partial(latent_attention, expands_all=True))

@@ -25,7 +25,7 @@ MAX_FILE_BYTES: Final = 16 << 30
 _HEADER_LENGTH: Final = struct.Struct("<Q")
 _BYTES_OF_DTYPES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _PASS_BYTES: Final = 1 << 20
-# Layers of some families: latents are expanded by the first, and states continue by the second (families.read_weights).
+# Layers of some families: latents become keys by the first, and states continue by the second (`Family.read_weights`).
 _NOT_CALLED: Final = ("kv_b_proj", "dt_proj")
 _NAME: Final = re.compile(
     r"base_model\.model\.(?P<name>(?:[a-z_]+\.){0,2}(?P<layers>[a-z_]+)\.(?P<block>\d{1,4})\.(?P<module>[\w.]+))"
