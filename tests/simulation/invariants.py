@@ -2,14 +2,17 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
 from corolla.block_server.hop_session import ForbiddenTransition, HopSession, SessionEvent, SessionState
+from corolla.chain import lateness
+from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
     CorollaError,
+    HopLate,
     HopUnavailable,
     InternalError,
     NoChain,
@@ -98,6 +101,7 @@ class Invariants:
 
     Attributes:
         transitions: how often each event happened to a session in each state, on all servers.
+        num_late: how often a session left a silent hop whose token was late.
         happened: is told of each event of a session on a hop.
     """
 
@@ -106,6 +110,7 @@ class Invariants:
         self.broken: list[str] = []
         self.happened: Callable[[HopSession[Any], SessionEvent], None] = lambda session, event: None
         self.transitions: Counter[tuple[SessionState, SessionEvent]] = Counter()
+        self.num_late = 0
 
     def fault(self, text: str) -> None:
         """Something that must not be."""
@@ -135,7 +140,7 @@ class Invariants:
         """An answer ends well unless something happened to it that it cannot survive."""
         if answer.error is not None and not answer.was_cut_off and not self._is_excused(answer, answer.error):
             self.fault(f"conversation {answer.conversation}: {answer.error.reason}: {answer.error.message}")
-        if answer.usage.recoveries and not answer.is_chat and not self._was_touched(answer):
+        if answer.usage.recoveries and not answer.is_chat and not self._was_one_touched(answer.addresses):
             self.fault(f"conversation {answer.conversation} was recovered, though nothing had happened to its hops")
 
     def nothing_left(self, *, is_calm: bool) -> None:
@@ -181,6 +186,22 @@ class Invariants:
             yield
 
     @contextmanager
+    def only_silent_hops_are_late(self) -> Iterator[None]:
+        """A session whose token is late leaves only hops that something happened to. Answers here are short."""
+        late_hop = DataPlane.late_hop
+
+        def note(plane: DataPlane, addresses: Iterable[str]) -> HopLate | None:
+            failure = late_hop(plane, addresses)
+            if failure is not None:
+                self.num_late += 1
+                if not self._was_one_touched({failure.address}):
+                    self.fault(f"{failure.address} lost a session by its silence, and nothing happened to it")
+            return failure
+
+        with patch.object(DataPlane, "late_hop", note), patch.object(lateness, "FEWEST_WAITS", 2):
+            yield
+
+    @contextmanager
     def no_errors_logged(self) -> Iterator[None]:
         """An error in a service's log is a fault of ours."""
         handler = _ErrorLog(self.fault)
@@ -212,9 +233,9 @@ class Invariants:
         control = (RouterUnavailable, StoreUnavailable, SessionBusy, SessionNotFound)
         return answer.is_chat and scenario.has(*_CONTROL) and isinstance(error, control)
 
-    def _was_touched(self, answer: Answer) -> bool:
+    def _was_one_touched(self, addresses: Set[str]) -> bool:
         hit = {f"server{number}:1" for fault in self._cluster.faults for number in _touched(fault)}
-        return bool(answer.addresses & hit) or self._cluster.scenario.has("client freeze")
+        return bool(addresses & hit) or self._cluster.scenario.has("client freeze")
 
     def _was_hit(self, number: int) -> bool:
         was_touched = any(number in _touched(fault) for fault in self._cluster.faults)

@@ -1,6 +1,6 @@
 """Mistakes that a change could make, each as a patch of the real code. The simulation must find every one of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -16,7 +16,9 @@ from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_plan import HopState
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
+from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
+from corolla.chassis.errors import HopLate
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 
@@ -200,6 +202,12 @@ async def _growth_forgotten(right: Any, self: Recovery, binding: Any, *args: Any
     held = binding.open_options
     await right(self, binding, *args)
     binding.open_options = held
+
+
+@_mutant("late is silent", DataPlane, "late_hop")
+def _late_is_silent(_right: Any, self: DataPlane, addresses: Iterable[str]) -> HopLate | None:
+    """A hop loses a session whose token is late although it answers."""
+    return next((HopLate("late", address) for address in addresses), None)
 
 
 @_mutant("drafts settled", SessionTable, "for_step")

@@ -30,6 +30,7 @@ class Report:
     Attributes:
         broken: what did not hold; empty for a good run.
         digest: of all that happened; the same for the same seed.
+        num_late: how often a session left a silent hop whose token was late.
         transitions: how often each event happened to a session in each state, on all servers.
     """
 
@@ -39,6 +40,7 @@ class Report:
     seconds: float
     num_tokens: int
     num_recoveries: int
+    num_late: int
     num_errors: int
     num_lies: int
     transitions: Counter[tuple[SessionState, SessionEvent]]
@@ -98,7 +100,11 @@ class _Run:
         self._say(f"spans {', '.join(map(str, scenario.spans))}; {scenario}")
         for fault in scenario.faults:
             self._say(f"from {_WARM_UP_S:.0f} s on {fault}")
-        with invariants.no_errors_logged(), invariants.sessions_follow_their_table():
+        with (
+            invariants.no_errors_logged(),
+            invariants.sessions_follow_their_table(),
+            invariants.only_silent_hops_are_late(),
+        ):
             try:
                 async with asyncio.timeout(_MOST_SECONDS):
                     await self._live()
@@ -113,6 +119,7 @@ class _Run:
             seed=scenario.seed, broken=tuple(invariants.broken), digest=self._digest.hexdigest(), seconds=seconds,
             num_tokens=sum(len(each.token_ids) for answer in answers for each in answer.completions),
             num_recoveries=sum(answer.usage.recoveries for answer in answers),
+            num_late=invariants.num_late,
             num_errors=sum(answer.error is not None for answer in answers), num_lies=self._fence.num_lies,
             transitions=invariants.transitions,
         )  # fmt: skip

@@ -27,6 +27,7 @@ from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
     AdapterNotLoaded,
     CorollaError,
+    HopLate,
     HopLeaving,
     HopSessionLost,
     HopUnavailable,
@@ -264,6 +265,8 @@ class Recovery:
             failed = _hops_at(job, reporter if blames_reporter else address)
             # If the reporter just does not know the other hop yet, other requests still use both.
             self._avoid(() if isinstance(failure, RouteUnknown) else failed)
+        if isinstance(failure, HopLate) and failure.is_repeated:
+            self._avoid(failed)
         if action is Action.REPLACE_FOR_GOOD and not failed:
             raise failure
         if action in (Action.REPLACE, Action.REPLACE_HERE, Action.REPLACE_EITHER, Action.REPLACE_FOR_GOOD):

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.lateness import TokenWaits, overslept
+from corolla.chain.lateness import TICK_S, TokenWaits
 from corolla.chain.pending import HiddenStates
 from corolla.chain.prompt_readout import PromptReadout, token_of
 from corolla.chain.recovery import OpenSequences, Recovery
@@ -22,7 +22,7 @@ from corolla.chain.standbys import StandbyMode, Standbys
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
-from corolla.chassis.errors import CorollaError, HopLate, InternalError
+from corolla.chassis.errors import CorollaError, InternalError
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tracing import spans
 from corolla.decoding.parameters import SampledToken
@@ -303,12 +303,11 @@ class ChainSession(OpenSequences):
         if stream is None or late_after_s >= self._limits.step_timeout_s or not await stream.is_late(late_after_s):
             return
         while self._budget.may_hedge and _now_s() < until_s and (guarded := self._binding.standbys.guarded(self.chain)):
-            asked_s, answer_s = _now_s(), self._plane.ask(guarded)
-            if not await stream.is_late(answer_s):
+            self._plane.ask(guarded)
+            if not await stream.is_late(TICK_S):
                 return
-            address = self._plane.silent_one(guarded, asked_s)
-            if address is not None and not overslept(asked_s, answer_s, _now_s()):
-                stream.end(HopLate("a hop of the chain is late", address))
+            if (failure := self._plane.late_hop(guarded)) is not None:
+                stream.end(failure)
                 return
 
     def _begin(self, row: pb.StepRow, *, waits: bool = False) -> None:

@@ -6,17 +6,25 @@ import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
-from corolla.chain.lateness import ANSWER_S, may_blame
+from corolla.chain.lateness import TICK_S, Silences, silent_one
 from corolla.chain.pending import HiddenStates, PendingReplies, RowFuture, discard, fail
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.token_stream import TokenStream
-from corolla.chassis.errors import CorollaError, FingerprintMismatch, HopLeaving, HopUnavailable, NotComputed, QueueFull
+from corolla.chassis.errors import (
+    CorollaError,
+    FingerprintMismatch,
+    HopLate,
+    HopLeaving,
+    HopUnavailable,
+    NotComputed,
+    QueueFull,
+)
 from corolla.chassis.status import from_reason
 from corolla.chassis.tasks import TaskGroup
 from corolla.chassis.tracing.carriers import current_span_id
@@ -38,15 +46,15 @@ class _Server:
 
     Attributes:
         began_s: when the stream began.
-        answer_s: how long the server took from then until its Welcome.
-        asked_s: when it was asked whether it lives, the first time since it last sent something.
+        silences: how long the server was silent each time that it was asked whether it lives.
+        is_asked: whether it is asked now.
     """
 
     stream: Stream
     welcome: asyncio.Future[pb.Welcome]
     began_s: float
-    answer_s: float = 0.0
-    asked_s: float = 0.0
+    silences: Silences = field(default_factory=Silences)
+    is_asked: bool = False
 
 
 class DataPlane:
@@ -283,26 +291,34 @@ class DataPlane:
         for hop in hops:
             self.notify(hop.address, pb.Close(session_id=identity.session_id, epoch=identity.epoch))
 
-    def ask(self, addresses: Iterable[str]) -> float:
-        """Pings servers at once. Returns within how many seconds a server that lives answers."""
-        answer_s = ANSWER_S
+    def ask(self, addresses: Iterable[str]) -> None:
+        """Pings the servers that are not asked already, and counts the ticks until they are heard."""
         for address in addresses:
             server = self._servers.get(address)
-            if server is None:  # its loss has already failed what waits for it
-                continue
-            if server.stream.heard_s >= server.asked_s:
-                server.asked_s = _now_s()
-            answer_s = max(answer_s, server.answer_s)
-            with contextlib.suppress(QueueFull):  # a server that reads nothing does not answer either
-                server.stream.send(pb.Ping())
-        return answer_s
+            if server is not None and not server.is_asked:  # the loss of a server has failed what waits for it
+                server.is_asked = True
+                self._tasks.start(self._listen(server), "silence of a server")
 
-    def silent_one(self, addresses: Iterable[str], asked_s: float) -> str | None:
-        """A server among some that were asked then and has sent nothing since; None if no single server is to blame."""
-        silent = {address for address, each in self._servers.items() if each.stream.heard_s < each.asked_s <= asked_s}
-        if not may_blame(len(silent), len(self._servers)):
+    async def _listen(self, server: _Server) -> None:
+        asked_s = _now_s()
+        with contextlib.suppress(QueueFull):  # a server that reads nothing does not answer either
+            server.stream.send(pb.Ping())
+        try:
+            while server.stream.heard_s < asked_s and not server.stream.ended.done():
+                await asyncio.sleep(TICK_S)
+                server.silences.tick()
+        finally:
+            server.silences.end()
+            server.is_asked = False
+
+    def late_hop(self, addresses: Iterable[str]) -> HopLate | None:
+        """The failure of one of these servers that is silent for too long; None if no single server is to blame."""
+        address = silent_one(addresses, [(name, each.silences) for name, each in self._servers.items()])
+        if address is None:
             return None
-        return next((address for address in addresses if address in silent), None)
+        failure = HopLate("a hop of the chain is late", address)
+        failure.is_repeated = self._servers[address].silences.was_long
+        return failure
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -361,7 +377,7 @@ class DataPlane:
                 self._on_moved(control, address)
             case pb.Welcome():
                 if server is not None and not server.welcome.done():
-                    server.answer_s = _now_s() - server.began_s
+                    server.silences = Silences(_now_s() - server.began_s)
                     server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of an unexpected kind")

@@ -319,6 +319,9 @@ class HopLate(HopUnavailable):
     The server may still serve others.
     """
 
+    is_repeated = False
+    """The server was silent for as long a short while ago."""
+
 
 class HopLeaving(CorollaError, code=StatusCode.UNAVAILABLE, retry_after_s=1.0):
     """The block server at `address` drains: it takes no new sessions, and its sessions go to others. It is healthy."""
