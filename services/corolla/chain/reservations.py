@@ -481,6 +481,7 @@ class Reservations:
                 if chain is not None:
                     return chain
             texts = open_options.named_texts
+            most_tokens = open_options.most_tokens or open_options.max_tokens
             held = self.routes.beginnings.held(texts[0], open_options.beginning_salt) if texts else {}
             chain = await self.routes.plan(
                 num_tokens=num_tokens,
@@ -491,6 +492,7 @@ class Reservations:
                 # Later plans use the pushed placement: otherwise all waiting requests would poll the router.
                 asks_router=first_failure is None,
                 held=held,
+                new_tokens=most_tokens - len(texts[0]) if texts else math.inf,
             )
             recorded = open_options.recorded_chain
             return chain if recorded is None else self.routes.continued(recorded, chain)

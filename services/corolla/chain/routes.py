@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -152,6 +153,7 @@ class Routes:
         are_some_full: bool = False,
         asks_router: bool = True,
         held: Mapping[str, int] = MappingProxyType({}),
+        new_tokens: float = math.inf,
     ) -> common_pb2.Chain:
         """Plans a chain: that of a recorded session if its servers still live, otherwise the cheapest.
 
@@ -165,6 +167,7 @@ class Routes:
             are_some_full: whether some of the excluded servers have no room.
             asks_router: whether to ask the router; otherwise only the placement that was pushed last counts.
             held: how many of the text's first tokens servers may hold, by id.
+            new_tokens: the most tokens of the answer.
 
         Raises:
             NoChain, OutOfPages, RouterUnavailable, StoreUnavailable
@@ -172,7 +175,7 @@ class Routes:
         excluded_ids = frozenset(excluded_ids) | self._leaving
         excluded = excluded_ids | self._quarantined()
         # Only a router knows the chain of a recorded session.
-        chain = None if record_id and asks_router else self._plan_by_snapshot(num_tokens, excluded, held)
+        chain = None if record_id and asks_router else self._plan_by_snapshot(num_tokens, excluded, held, new_tokens)
         if chain is None:
             try:
                 if not asks_router:
@@ -235,11 +238,15 @@ class Routes:
         return planned.chain
 
     def _plan_by_snapshot(
-        self, num_tokens: int, excluded: Collection[str], held: Mapping[str, int] = MappingProxyType({})
+        self,
+        num_tokens: int,
+        excluded: Collection[str],
+        held: Mapping[str, int] = MappingProxyType({}),
+        new_tokens: float = math.inf,
     ) -> common_pb2.Chain | None:
         replicas = self._indexed().replicas
         for wanted_tokens in (num_tokens, 0):
-            session = self._session(wanted_tokens, excluded, held)
+            session = self._session(wanted_tokens, excluded, held, new_tokens)
             with contextlib.suppress(NoChain, OutOfPages):
                 planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
                 return chain_of(with_partners(planned, replicas, session).hops, self._fingerprint)
@@ -392,11 +399,15 @@ class Routes:
         return chain_of(with_partners(planned, replicas, session, keeps_numerics=True).hops, self._fingerprint).hops
 
     def _session(
-        self, num_tokens: int, excluded: Collection[str], held: Mapping[str, int] = MappingProxyType({})
+        self,
+        num_tokens: int,
+        excluded: Collection[str],
+        held: Mapping[str, int] = MappingProxyType({}),
+        new_tokens: float = math.inf,
     ) -> PlannedSession:
         now_s = asyncio.get_running_loop().time()
         booked = partial(self._bookings.booked, now_s=now_s)
-        return PlannedSession(num_tokens, excluded, booked, held)
+        return PlannedSession(num_tokens, excluded, booked, held, new_tokens)
 
     def _indexed(self) -> "_Index":
         """The servers, looked through anew after each push."""

@@ -9,6 +9,7 @@ The order follows the sessions that plans book: a server's cost is looked up whe
 it has risen. Costs fall with the next placement only.
 """
 
+import math
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 ANSWER_TOKENS: Final = 64
-"""The planner spreads the time for a prompt over so many tokens of the answer, whose length is not known yet."""
+"""The planner spreads the time for a prompt over so many tokens of an answer that may be longer."""
 
 _NOTHING = Booked()
 
@@ -36,17 +37,23 @@ class PlannedSession:
         excluded: The ids of servers that must not be in the chain.
         booked: Gives the load that a server will have in addition to what it reported, by id.
         held: How many of the text's first tokens a server is known to hold, by id.
+        new_tokens: The most tokens of the answer.
     """
 
     num_tokens: int = 0
     excluded: Collection[str] = ()
     booked: Callable[[str], Booked] = lambda server_id: _NOTHING
     held: Mapping[str, int] = field(default_factory=dict)
+    new_tokens: float = math.inf
 
     @cached_property
     def most_held(self) -> int:
         """How many tokens the server has that holds most of the text."""
         return max(self.held.values(), default=0)
+
+    def prompt_seconds(self, num_tokens: int, seconds: float) -> float:
+        """Returns the time of so many tokens of a prompt, with these seconds each, for each token of the answer."""
+        return num_tokens * seconds / min(ANSWER_TOKENS, max(1, self.new_tokens))
 
     def counted(self, server: Candidate) -> Candidate | None:
         """Returns the server with its booked load and the prompt that it must compute; None if it is excluded."""
@@ -56,7 +63,7 @@ class PlannedSession:
         """Returns the seconds per block with the booked load and the prompt that the server must compute."""
         # The tokens of the prompt that this server must compute, and that the best one holds.
         num_missing = self.most_held - self.held.get(server.server_id, 0)
-        return self.loaded_seconds(server) + num_missing * server.prompt_seconds / ANSWER_TOKENS
+        return self.loaded_seconds(server) + self.prompt_seconds(num_missing, server.prompt_seconds)
 
     def loaded_seconds(self, server: Candidate) -> float:
         """Returns the seconds per block with the booked load, which are the same for any session."""
@@ -223,7 +230,7 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
     """
     ids = {each.server_id for each in holders}
     # The others have to compute all that the best one holds.
-    least_more = session.most_held * alike.least_prompt_seconds / ANSWER_TOKENS
+    least_more = session.prompt_seconds(session.most_held, alike.least_prompt_seconds)
     while True:
         front = _Front(session, num_of_each)
         for server in holders:

@@ -1,5 +1,6 @@
 """A plan over the fronts of replicas costs what one over all servers does, and looks at few of many."""
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -38,7 +39,8 @@ def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
     booked = {each.server_id: Booked(source.randrange(3), source.randrange(300)) for each in servers}
     excluded = {f"s{source.randrange(20)}" for _ in range(source.randrange(4))}
     held = {f"s{source.randrange(25)}": source.choice([64, 128]) for _ in range(source.randrange(4))}
-    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held)
+    new_tokens = source.choice([0, 16, math.inf])
+    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held, new_tokens)
 
 
 def cost_of(servers: list[Candidate]) -> float | str:
@@ -103,6 +105,18 @@ def test_a_server_that_holds_the_text_is_found_among_many() -> None:
     (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
     assert hop.server.server_id == "s400"
     assert len(asked) < 10
+
+
+@pytest.mark.parametrize("new_tokens, chosen", [(16, "holder"), (64, "idle"), (math.inf, "idle")])
+def test_a_prompt_counts_more_before_a_short_answer(new_tokens: float, chosen: str) -> None:
+    """The queue delays each token of the answer, and the prompt only the first one."""
+    servers = [
+        server("holder", "0:6", queue_seconds=3.0, prompt_seconds=0.125),
+        server("idle", "0:6", prompt_seconds=0.125),
+    ]
+    session = PlannedSession(40, held={"holder": 128}, new_tokens=new_tokens)
+    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
+    assert hop.server.server_id == chosen
 
 
 @pytest.mark.parametrize("num_before, num_after", [(1, 4), (3, 3), (13, 12), (12, 13), (5, 2), (2, 5)])
