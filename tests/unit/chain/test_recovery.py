@@ -14,7 +14,7 @@ from corolla.chain.identity import SessionIdentity
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, OpenOptions
-from corolla.chassis.errors import HopSessionLost, HopUnavailable, QueueFull, RequestKillsServers
+from corolla.chassis.errors import HopLate, HopSessionLost, HopUnavailable, QueueFull, RequestKillsServers
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 
@@ -39,6 +39,7 @@ class SameRoutes:
     def __init__(self, left: Collection[str] = ()) -> None:
         self._left = left
         self.lost: frozenset[str] = frozenset()
+        self.avoided: list[str] = []
 
     def is_leaving_or_gone(self, server_id: str) -> bool:
         return server_id in self._left
@@ -51,7 +52,7 @@ class SameRoutes:
         return after
 
     def avoid(self, server_id: str) -> None:
-        pass
+        self.avoided.append(server_id)
 
 
 class EmptyReservations:
@@ -133,6 +134,21 @@ async def test_a_request_is_not_to_blame_for_servers_that_leave(left: Collection
     else:
         with pytest.raises(RequestKillsServers):
             await recovery.recover(binding, [LostSequence()], failure, budget)
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+async def test_a_hop_that_is_late_is_left_out_if_it_was_silent_before(is_repeated: bool) -> None:
+    async def fill(_number: int) -> None:
+        pass
+
+    identity = SessionIdentity(bytes(16), 1, "tenant")
+    binding = ChainBinding((identity,), CHAIN, OpenOptions(max_tokens=8, transient=True), 8)
+    routes = SameRoutes()
+    failure = HopLate("a hop of the chain is late", "a:1")
+    failure.is_repeated = is_repeated
+    await recovery_with(fill, routes).recover(binding, [LostSequence()], failure, RecoveryBudget(16))
+    assert routes.lost == {"a"}, "this session is replaced in either case"
+    assert routes.avoided == (["a"] if is_repeated else [])
 
 
 async def test_a_hop_that_is_busy_is_asked_again_and_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The client's end of the streams to block servers, against a server that sends only the test's frames."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -70,4 +71,22 @@ async def test_who_waits_for_a_server_learns_that_its_stream_ended_and_the_next_
                         await opening
                 assert not isinstance(raised.value, HopUnavailable) or raised.value.address == server.address
         finally:
+            await plane.close()
+
+
+async def test_a_pause_of_this_process_is_no_silence_of_a_server() -> None:
+    async with silent_server() as server:
+        plane = DataPlane("fingerprint", TaskGroup())
+        opening = asyncio.create_task(plane.open(server.address, pb.Open(session_id=bytes(16))))
+        try:
+            async with asyncio.timeout(30):
+                await server.opens.get()
+                plane.ask([server.address])
+                await asyncio.sleep(0)
+                time.sleep(0.5)  # the event loop stands still  # noqa: ASYNC251
+                for _ in range(5):
+                    assert plane.late_hop([server.address]) is None
+                    await asyncio.sleep(0.01)
+        finally:
+            opening.cancel()
             await plane.close()
