@@ -84,6 +84,10 @@ RECURRENT_FAMILIES = frozenset({*_RECURRENT_KINDS, "bamba", "falcon_h1", "falcon
 # What each family's configuration gets besides `SHAPE`; together they cover every special case of the families.
 _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
+    "llama4_text": {
+        **_HEAD_SIZE, **_LOCAL_EXPERTS, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 2, "attention_chunk_size": 16, "floor_scale": 48,
+    },
     "mistral": _WINDOW,
     "qwen2": {"use_sliding_window": True, "max_window_layers": 2, **_WINDOW},
     "qwen3": _HEAD_SIZE,

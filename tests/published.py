@@ -232,7 +232,7 @@ _LLAMA3: Final = {
 }  # fmt: skip
 _LLAMA4: Final = {
     "model_type": "llama4_text", "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4,
-    "attention_chunk_size": 16,
+    "attention_chunk_size": 16, "floor_scale": 8,
 }  # fmt: skip
 _LLAMA4_VISION: Final = {
     **_SIGLIP, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32

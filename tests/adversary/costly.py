@@ -5,7 +5,7 @@ They come from the descriptors of gRPC's protocol and from the OpenAPI document,
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -156,18 +156,13 @@ def rpc_requests(method: MethodDescriptor, base: Message, texts: Sequence[str], 
     """
     paths = list(rpc_paths(method.input_type))
     if not pairs:
-        yield from large_fields(method.name, base, paths, texts)
+        for path in paths:
+            for name, put in rpc_puts(path, MOST_BYTES - base.ByteSize(), texts):
+                yield Costly(f"{method.name} {name}", partial(_changed, base, put))
         return
     found = [each for path in paths for each in itertools.islice(rpc_puts(path, MOST_BYTES // 2, texts[:1]), 1)]
     for (name, put), (other_name, other_put) in itertools.combinations(found, 2):
         yield Costly(f"{method.name} {name}, {other_name}", partial(_changed, base, put, other_put))
-
-
-def large_fields(name: str, base: Message, paths: Iterable[Path], texts: Sequence[str]) -> Iterator[Costly]:
-    """Messages like `base` that have one of these fields at its largest."""
-    for path in paths:
-        for words, put in rpc_puts(path, MOST_BYTES - base.ByteSize(), texts):
-            yield Costly(f"{name} {words}", partial(_changed, base, put))
 
 
 def _changed(base: Message, *puts: Put) -> bytes:

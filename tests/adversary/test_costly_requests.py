@@ -16,16 +16,13 @@ import psutil
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
-from corolla.chain.placement import PlacementWatch
-from corolla.chain.routes import Routes
 from corolla.chassis.heap import settle
 from corolla.client.api import servicer
 from corolla.client.reply_sizes import ReplyRoom
 from corolla.http import exchange
 from corolla.http.completions import CompletionRequest
-from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.v1 import generation_pb2 as pb
-from tests.adversary.costly import Costly, HttpSchemas, large_fields, rpc_paths, rpc_requests
+from tests.adversary.costly import Costly, HttpSchemas, rpc_requests
 from tests.adversary.running import LONGEST_STALL_S, Running, running, slowness
 from tests.checkpoints import CONTEXT_LENGTH, EOS, USER, make_tiny_checkpoint
 from tests.integration.swarm import Swarm
@@ -221,65 +218,6 @@ def test_no_field_of_grpc_costs_more_than_its_bytes(
 def test_no_field_of_http_costs_more_than_its_bytes(target: Target, operation: Any, pairs: bool, step: int) -> None:
     found = itertools.islice(SCHEMAS.requests(operation.body, TEXTS, pairs=pairs), 0, None, step)
     assert all_faults(target, found, lambda data: target.http(operation.path, data)) == []
-
-
-def placed(number: int) -> router_pb2.PlacedServer:
-    server = router_pb2.ServerDescription(server_id=f"s{number}", address=f"h:{number}", decode_tokens_per_second=9.0)
-    span = common_pb2.BlockSpan(start=0, end=5)
-    return router_pb2.PlacedServer(server=server, span=span, state=router_pb2.SERVER_STATE_READY)
-
-
-class Planning:
-    """What a client service makes of the messages of routers and block servers, without connections."""
-
-    def __init__(self, num_servers: int) -> None:
-        control: Any = None
-        self._watch = PlacementWatch(control)
-        self._watch.take(
-            router_pb2.Placement(servers=map(placed, range(num_servers)), cheapest_chain=common_pb2.Chain())
-        )
-        self._routes = Routes(control, self._watch, "", 5)
-
-    async def take(self, data: bytes) -> str:
-        """Takes a router's push."""
-        self._watch.take(router_pb2.Placement.FromString(data))
-        await self.plan()
-        return "OK"
-
-    async def hear(self, data: bytes) -> str:
-        """Hears of the load of the first of two servers."""
-        self._routes.hear_load(placed(0).server.address, blocks_pb2.HopLoad.FromString(data))
-        assert {await self.plan() for _ in range(4)} == {"s1"}
-        return "OK"
-
-    async def plan(self) -> str:
-        """The server that gets the next session."""
-        (hop,) = (await self._routes.plan(num_tokens=8, record_id="", blocks=None)).hops
-        return hop.server_id
-
-
-CHANGE: Final = router_pb2.Placement.DESCRIPTOR.fields_by_name["change"]
-OF_CHANGE: Final = list(rpc_paths(router_pb2.PlacementChange.DESCRIPTOR, (CHANGE,)))
-CHANGES: Final = list(
-    large_fields("Placement", router_pb2.Placement(change=router_pb2.PlacementChange()), OF_CHANGE, TEXTS)
-)
-
-
-@pytest.mark.kind
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.name)
-def test_no_field_of_a_placements_change_costs_more_than_its_bytes(target: Target, change: Costly) -> None:
-    planning = Planning(1000)
-    assert target.faults(change, lambda data: target.services.call(planning.take(data))) == []
-
-
-@pytest.mark.kind
-@pytest.mark.parametrize("most_tokens", [0, 2**64 - 1])
-def test_a_server_that_names_the_largest_load_gets_no_session_and_holds_nobody_up(
-    target: Target, most_tokens: int
-) -> None:
-    load = blocks_pb2.HopLoad(num_sessions=2**32 - 1, max_session_tokens=most_tokens, heartbeat_number=2**64 - 1)
-    planning, named = Planning(2), Costly("load", load.SerializeToString)
-    assert target.faults(named, lambda data: target.services.call(planning.hear(data))) == []
 
 
 def echoes() -> bytes:

@@ -192,8 +192,7 @@ class PlacementWatch:
 
 def _change(servers: dict[str, pb.PlacedServer], placement: pb.Placement) -> None:
     """Applies what a router says has changed to the servers by id."""
-    # A router names only servers that it has listed before.
-    for server_id in placement.change.gone_server_ids[: len(servers)]:
+    for server_id in placement.change.gone_server_ids:
         servers.pop(server_id, None)
     for each in placement.servers:
         if each.HasField("span"):

@@ -13,9 +13,12 @@ from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
 from corolla.models.checkpoint import context_length_of
+from corolla.models.cut_model import cut_class
 from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import family_of, recurrent_layers
+from corolla.models.span_model import cut_to_span
 from corolla.models.visible_tokens import attention_windows
+from corolla.wire.span import Span
 
 # Families whose own `forward`, where it is given no positions, counts tokens; the others count columns.
 _SKIPPING_PADDING: Final = frozenset({"bloom", "opt"})
@@ -26,6 +29,10 @@ _FEELING_OFFSETS: Final = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "mini
 
 # Families without attention windows or recurrent states that nevertheless measure distances in columns.
 _MEASURING_COLUMNS: Final = frozenset({"gpt_neo", "mpt"})
+
+
+# Families that scale queries by their column, padding counted, and the setting with the first column that they scale.
+_SCALING_COLUMNS: Final = {"llama4_text": "floor_scale"}
 
 
 class PositionRules:
@@ -45,6 +52,8 @@ class PositionRules:
         self.has_free_positions = family.learned_positions is not None
         self.skips_padding = family.model_type in _SKIPPING_PADDING
         self.feels_offset = family.model_type in _FEELING_OFFSETS
+        first_scaled = _SCALING_COLUMNS.get(family.model_type)
+        self._most_padded = None if first_scaled is None else int(getattr(config, first_scaled)) - 1
         self._config = config
         self._num_positions = context_length_of(config)
 
@@ -56,7 +65,8 @@ class PositionRules:
             return True
         config = copy.deepcopy(self._config)
         config._attn_implementation = "eager"  # every family has this one
-        base = without_weights(model_class_of(AutoModel, config), config)
+        cut_to = functools.partial(cut_to_span, family=family, span=Span(0, int(config.num_hidden_layers)))
+        base = without_weights(cut_class(model_class_of(AutoModel, config), cut_to), config)
         return any(window is not None for window in attention_windows(base, family))
 
     def refuse_holes(self, mask: Tensor) -> None:
@@ -83,6 +93,11 @@ class PositionRules:
             ValueError: blocks would count otherwise than transformers, or a position does not exist.
         """
         self.refuse_holes(mask)
+        if self._most_padded is not None and mask.shape[1] > self._most_padded and not bool(mask.all()):
+            raise ValueError(
+                f"`attention_mask` has padding, which transformers counts in texts of this model beyond "
+                f"{self._most_padded} columns, and remote blocks cannot; give texts of equal length."
+            )
         new = slice(mask.shape[1] - num_new, None)
         counted = (mask.long().cumsum(dim=1) - 1)[:, new]
         if given is not None:

@@ -1,7 +1,7 @@
 """Models of transformers without weights, on the meta device."""
 
 import copy
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -9,10 +9,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from corolla.chassis.errors import CheckpointError
 from corolla.models.families import code_failed
 
+# Classes of transformers that name another place of their base model than the one where it is.
+_BASE_MODELS: Final = {"Llama4ForCausalLM": "model"}
+
 
 def model_class_of(auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class that an `AutoModel...` of transformers would build for a configuration."""
-    return cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+    found = cast(type[PreTrainedModel], auto._model_mapping[type(config)])
+    if (place := _BASE_MODELS.get(found.__name__)) is not None:
+        found.base_model_prefix = place
+    return found
 
 
 def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:

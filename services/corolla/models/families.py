@@ -174,6 +174,8 @@ _FAMILIES = (
     ),
     Family("persimmon", norm="final_layernorm"),
     *(Family(name, packs_rows=False) for name in ("nemotron", "stablelm")),
+    # This family attends within fixed chunks, which only its own masks tell, and asks the cache for positions.
+    Family("llama4_text", packs_rows=False),
     *(Family(name, layers="h", embedding="wte", norm="ln_f", packs_rows=False) for name in ("codegen", "gptj")),
     Family(
         "bloom",
@@ -230,7 +232,6 @@ UNSERVED: Mapping[str, str] = {
         "blocks take inputs made from token ids, and keys and values of other blocks",
     ),
     **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
-    "llama4_text": "attention within fixed chunks",
     "nemotron_h": "the tensors do not tell which block is the largest",
     "longcat_flash": "two attentions in one block",
     "mimo_v2_flash": "blocks differ in the number of key heads",

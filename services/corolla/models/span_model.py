@@ -321,7 +321,7 @@ def load_span(
         checkpoint,
         model_class_of(AutoModel, config),
         config,
-        functools.partial(_cut_to_span, family=checkpoint.family, span=span),
+        functools.partial(cut_to_span, family=checkpoint.family, span=span),
         span_tensors(checkpoint, span),
         dtype=dtype,
         device=device,
@@ -393,7 +393,7 @@ def _cut_class_of(
     config = copy.deepcopy(checkpoint.config)
 
     def cut(base: PreTrainedModel) -> None:
-        _cut_to_span(base, family=checkpoint.family, span=span)
+        cut_to_span(base, family=checkpoint.family, span=span)
         replace_packed(base, layouts, dtype, device)
 
     return config, cut_class(model_class_of(AutoModel, config), cut)
@@ -424,7 +424,8 @@ class _NoPositions(nn.Module):
         return torch.zeros((), device=positions.device, dtype=torch.int8)
 
 
-def _cut_to_span(base: PreTrainedModel, *, family: Family, span: Span) -> None:
+def cut_to_span(base: PreTrainedModel, *, family: Family, span: Span) -> None:
+    """Cuts a base model, in place, to the blocks of a span, without what runs before and after them."""
     keep_layers(base, family, range(span.start, span.end))
     for name in (family.embedding, family.norm, *family.bypassed):
         base.set_submodule(name, nn.Identity())

@@ -26,11 +26,15 @@ _MADE: Final = ContextVar[list[_Sees]]("the masks that the present call has made
 def attention_windows(base: PreTrainedModel, family: Family) -> tuple[int | None, ...]:
     """The attention window of each layer: how many tokens a token sees, itself included; None: all earlier tokens.
 
+    Where a token sees the earlier ones of its chunk only, the window is the chunk's length: no token sees more, and
+    the family's own masks hide the chunks before.
+
     The base model's forward runs with layers that compute nothing, and each layer's window is that of the mask which
     it got. Fields of the configuration are not read, since what they mean depends on the family.
 
     Args:
-        base: the family's base model, whole or cut, on any device, the meta device too. It is left as it was.
+        base: the family's base model, whole or cut, on any device; cut, if it is on the meta device. It is left as it
+            was.
 
     Raises:
         UnsupportedFamily: a token sees later tokens, or the earlier ones in a manner that is not served; or the cache
@@ -42,7 +46,7 @@ def attention_windows(base: PreTrainedModel, family: Family) -> tuple[int | None
     made, given = _masks_of(base, family, layers)
     # Where no layer gets a mask as it was made, layers get what the family makes of it.
     known = {sees for sees in given if sees is not None} or set(made)
-    found = {sees: _window(sees, length, model_type) for sees in known}
+    found = {sees: _window(sees, length, model_type, may_have_chunks=not family.packs_rows) for sees in known}
     windows = tuple(None if sees is None else found[sees] for sees in given)
     _refuse_short_caches(base.config, family, windows, length)
     return windows
@@ -67,8 +71,10 @@ AttentionMaskInterface.register(_ASKED, _describe)
 def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> tuple[list[_Sees], list[_Sees | None]]:
     """The masks that the base model's forward makes, and the one that each layer gets; None: it gets no such mask."""
     config, given = base.config, cast(list[_Sees | None], [None] * len(layers))
-    hidden = torch.zeros(1, _NUM_TOKENS, int(config.hidden_size), dtype=base.dtype, device=base.device)
-    positions = torch.arange(_NUM_TOKENS, device=base.device)[None]
+    # Some masks read numbers, which the meta device has not. A cut model has no weights outside of its layers.
+    device = torch.device("cpu") if base.device.type == "meta" else base.device
+    hidden = torch.zeros(1, _NUM_TOKENS, int(config.hidden_size), dtype=base.dtype, device=device)
+    positions = torch.arange(_NUM_TOKENS, device=device)[None]
     implementation = config._attn_implementation
     # Nothing here needs angles, and some rotary embeddings look at numbers, which the meta device has not.
     rotary = [each for each in base.modules() if type(each).__name__.endswith("RotaryEmbedding")]
@@ -113,10 +119,15 @@ def _recording(masks: list[_Sees | None], index: int, returns_tuple: bool) -> Ca
     return forward
 
 
-def _window(sees: _Sees, length: int, model_type: str) -> int | None:
-    """The window of a mask, for texts of at most `length` tokens."""
+def _window(sees: _Sees, length: int, model_type: str, *, may_have_chunks: bool) -> int | None:
+    """The window of a mask, or the length of its chunks, for texts of at most `length` tokens."""
     last = length - 1
-    window = None if _is_seen(sees, last, 0) else last - _first_seen(sees, last) + 1
+    first = _first_seen(sees, last)
+    window = last - first + 1 if first else None
+    # A window moves on with each token, a chunk begins anew.
+    has_chunks = may_have_chunks and first > 0 and not _is_seen(sees, first, first - 1)
+    if has_chunks:
+        window = first - _first_seen(sees, first - 1)
     # Around each place where a mask could change: the text's begin and end, the token itself, the window's begin.
     width = length if window is None else window
     queries = torch.tensor(sorted(_near(0, width, 2 * width, last // 2, last, below=length)))[:, None]
@@ -125,7 +136,8 @@ def _window(sees: _Sees, length: int, model_type: str) -> int | None:
     seen = sees(queries, keys).expand(keys.shape)
     if bool((seen & (keys > queries)).any()):
         raise _acausal(model_type)
-    expected = (keys <= queries) & (keys > queries - width)
+    oldest = queries - queries % width if has_chunks else queries - width + 1
+    expected = (keys <= queries) & (keys >= oldest)
     if not torch.equal(seen, expected):
         raise UnsupportedFamily(
             f"A token of this {model_type} model sees some earlier tokens that are neither all of them nor the newest "
@@ -144,6 +156,8 @@ def _is_seen(sees: _Sees, query: int, key: int) -> bool:
 
 def _first_seen(sees: _Sees, query: int) -> int:
     """The first key that a query sees, if it sees all keys from there to itself."""
+    if _is_seen(sees, query, 0):
+        return 0
     unseen, seen = 0, query
     while seen - unseen > 1:
         middle = (unseen + seen) // 2

@@ -370,8 +370,12 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
         ),
         ({"model_type": None, "architectures": None}, r"names no model_type; docs/families\.md lists"),
         (
-            {"model_type": "llama4", "architectures": None, "text_config": {"model_type": "llama4_text"}},
-            r"'llama4_text' are not supported: attention within fixed chunks; docs/families",
+            {
+                "model_type": "gemma4",
+                "architectures": None,
+                "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 5},
+            },
+            r"'gemma4_text' are not supported: blocks take inputs made from token ids, .*; docs/families",
         ),
         (
             {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
