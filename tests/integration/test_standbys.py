@@ -67,7 +67,11 @@ async def num_recomputed(swarm: Swarm) -> float:
 @pytest.mark.parametrize("hop", quick([0, 1], 1))
 async def test_a_standby_takes_the_place_of_a_lost_hop(tmp_path: Path, model: Path, hop: int) -> None:
     async with swarm_of(tmp_path, model) as swarm:
-        expected = await undisturbed(swarm)
+        expected = await undisturbed(swarm, standby="off")
+        copied = [
+            await sample(each.metrics_port, "corolla_standby_bytes_total", direction="in") for each in swarm.servers
+        ]
+        assert not any(copied)
         answering, running, _ = await begin(swarm, hop)
         await swarm.crash(running)
         answer = await answering

@@ -13,6 +13,7 @@ from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chain.reservations import OpenOptions
 from corolla.chain.session import ChainSession, ChainSessions
 from corolla.chassis.errors import CorollaError, SessionBusy
+from corolla.chassis.tenant_limits import StandbyMode
 from corolla.client.generation.admission import Caller as RequestCaller
 from corolla.client.generation.answering import Answering
 from corolla.client.generation.request import AnswerRequest
@@ -85,10 +86,11 @@ class WatchedAnswering(Answering):
 
 
 class WatchedSessions(ChainSessions):
-    """The real class, which also shows its open sessions."""
+    """The real class, which also shows its open sessions. All of them have the same mode of standbys."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, standby: StandbyMode) -> None:
         super().__init__(*args)
+        self._standby: StandbyMode = standby
         self.open_sessions: dict[bytes, ChainSession] = {}
 
     @asynccontextmanager
@@ -101,6 +103,7 @@ class WatchedSessions(ChainSessions):
         until_s: float = math.inf,
     ) -> AsyncIterator[ChainSession]:
         answer = ASKING.get()
+        options = replace(options, standby=self._standby)
         async with super().open(identity, options, sampler, on_recovery, until_s) as session:
             self.open_sessions[identity.session_id] = session
             if answer is not None:

@@ -29,7 +29,6 @@ from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.reservations import ChainLimits
 from corolla.chain.routes import Routes
-from corolla.chain.standbys import StandbyMode
 from corolla.chain.streams import DataPlane
 from corolla.chassis.handlers import service_handler
 from corolla.chassis.metrics import RpcMetrics
@@ -227,8 +226,10 @@ class Client:
             max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
             max_tokens_ahead=scenario.max_tokens_ahead,
         )  # fmt: skip
-        standby: StandbyMode = "all" if scenario.has_standbys else "off"
-        self.sessions = WatchedSessions(routes, self.plane, limits, TaskGroup(), metrics.count_recovery, standby)
+        self.sessions = WatchedSessions(
+            routes, self.plane, limits, TaskGroup(), metrics.count_recovery,
+            standby="all" if scenario.has_standbys else "off",
+        )  # fmt: skip
         self.transcripts = Transcripts(control, LEASE_S, TaskGroup())
         limits_of_model = ModelLimits(
             4096,

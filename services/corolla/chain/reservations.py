@@ -31,6 +31,7 @@ from corolla.chassis.errors import (
     RouterUnavailable,
     StoreUnavailable,
 )
+from corolla.chassis.tenant_limits import StandbyMode
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, trace_headers
 from corolla.decoding.sampler_record import SamplerRecord
@@ -122,6 +123,7 @@ class OpenOptions:
         texts: for each session, the tokens known so far of the text that it is going to hold; hops may have cached the
             beginning, but the last token is always processed. None where the inputs are not token ids.
         cache_salt: hops share cached pages only between sessions with the same salt.
+        standby: whether the sessions' hops have standbys; see `chain/standbys`.
         max_position: tokens that hops hold beyond this position no longer belong to the session's text.
         prompts: trained embeddings for each session; None: the sessions have none.
         adapter: the adapter with which the hops compute the sessions; None: the plain model.
@@ -141,6 +143,7 @@ class OpenOptions:
     blocks: Span | None = None
     texts: Sequence[Sequence[int]] | None = None
     cache_salt: bytes = b""
+    standby: StandbyMode = "auto"
     max_position: int | None = None
     prompts: Sequence[TrainedPrompts] | None = None
     adapter: AdapterVersion | None = None

@@ -18,7 +18,7 @@ from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
 from corolla.chain.routes import Routes
-from corolla.chain.standbys import StandbyMode, Standbys
+from corolla.chain.standbys import Standbys
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
@@ -487,10 +487,9 @@ class ChainSessions:
         limits: ChainLimits,
         tasks: TaskGroup,
         on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
-        standby: StandbyMode = "auto",
     ) -> None:
         self.reservations = Reservations(routes, plane, limits)
-        self._standbys = Standbys(standby, routes, self.reservations, plane, tasks)
+        self._standbys = Standbys(routes, self.reservations, plane, tasks)
         replayer = Replayer(self.reservations, plane, limits)
         self.recovery = Recovery(routes, self.reservations, replayer, plane.handovers, limits, on_recovery)
         plane.on_load = routes.hear_load

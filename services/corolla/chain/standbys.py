@@ -4,7 +4,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Collection, Sequence
-from typing import Final, Literal
+from typing import Final
 
 from corolla.chain.reservations import ChainBinding, Reservations
 from corolla.chain.routes import Routes
@@ -17,8 +17,6 @@ from corolla.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-StandbyMode = Literal["auto", "off", "all"]
-
 LONGEST_REPLAY_S: Final = 0.15
 """In the mode `auto`, a hop gets a standby once computing its part of the text again would take longer than this."""
 _MOST_BETWEEN_LOOKS: Final = 4096
@@ -27,14 +25,10 @@ _MOST_BETWEEN_LOOKS: Final = 4096
 class Standbys:
     """Names the standbys of all sessions of this process.
 
-    Args:
-        mode: `all`: every session has standbys, if servers can be found; `auto`: sessions with long texts; `off`: none.
+    In the mode `all` a session has standbys if servers can be found; `auto`: if its text is long; `off`: never.
     """
 
-    def __init__(
-        self, mode: StandbyMode, routes: Routes, reservations: Reservations, plane: DataPlane, tasks: TaskGroup
-    ) -> None:
-        self._mode: Final = mode
+    def __init__(self, routes: Routes, reservations: Reservations, plane: DataPlane, tasks: TaskGroup) -> None:
         self._routes = routes
         self._reservations = reservations
         self._plane = plane
@@ -52,7 +46,8 @@ class Standbys:
         standbys = binding.standbys
         if position < standbys.due_at or standbys.are_over:
             return
-        if self._mode == "off":
+        mode = binding.open_options.standby
+        if mode == "off":
             standbys.due_at = sys.maxsize
             return
         standbys.due_at = position + standbys.pause
@@ -61,7 +56,7 @@ class Standbys:
             held = standbys.by_hop.get(hop.server_id)
             if held is not None and held.is_named and self._routes.may_use(held.hop):
                 continue
-            least = 0 if self._mode == "all" else self._routes.tokens_in(LONGEST_REPLAY_S, hop)
+            least = 0 if mode == "all" else self._routes.tokens_in(LONGEST_REPLAY_S, hop)
             if position >= least:
                 needing.append(hop)
             else:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +22,11 @@ QUOTAS: Final = (*COUNTED, "stored_sessions", "stored_session_bytes")
 """All quotas. The last two are counted where sessions are stored."""
 _GUARANTEES: Final = {"guaranteed_tokens": "reserved_tokens", "guaranteed_sequences": "running_sequences"}
 """Each guarantee, and the quota that limits the same resource."""
+
+StandbyMode = Literal["off", "auto", "all"]
+"""Which answers have standbys: none, those with long texts, or all."""
+STANDBY_MODES: Final[tuple[StandbyMode, ...]] = get_args(StandbyMode)
+"""Those with the fewest standbys come first."""
 
 _Limit = Annotated[int, Field(ge=1, le=10**12)]
 
@@ -76,6 +81,10 @@ class TenantLimits(BaseModel):
     withhold_cached_tokens: bool = Field(
         default=False,
         description="Whether the number of cached prompt tokens is hidden from callers: usage says 0.",
+    )
+    standby: StandbyMode | None = Field(
+        default=None,
+        description="Which answers have standbys, in place of COROLLA_STANDBY; a request may ask for fewer.",
     )
 
     @property

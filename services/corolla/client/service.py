@@ -325,9 +325,7 @@ class ClientService:
             short_factor_length=self._checkpoint.short_factor_length,
             follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
         )
-        self._sessions = ChainSessions(
-            self._routes, self._plane, limits, self._tasks, self._on_recovery, settings.standby
-        )
+        self._sessions = ChainSessions(self._routes, self._plane, limits, self._tasks, self._on_recovery)
         self._transcripts = Transcripts(self._control, settings.session_ttl_s, self._tasks.subgroup())
 
     def _make_text(self) -> None:
@@ -386,7 +384,8 @@ class ClientService:
             self._model, self._quotas, self._answering, self._admission(1), self._transcripts, self._sessions,
             self._placement, self._tokenizer, self._chat, self._names,
             RequestParser(
-                self._model, self._chat.reserved_names, OutputFormat.from_tokenizer(self._tokenizer), self._cache_salts
+                self._model, self._chat.reserved_names, OutputFormat.from_tokenizer(self._tokenizer), self._cache_salts,
+                self.settings.standby,
             ),
             CallBounds(self._bounds.farewell_s, self._max_grpc_reply_bytes),
         )  # fmt: skip

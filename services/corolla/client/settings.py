@@ -7,6 +7,7 @@ from typing import ClassVar, Final, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 
 from corolla.chassis.settings import Dtype, ServiceSettings
+from corolla.chassis.tenant_limits import StandbyMode
 from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
 from corolla.client.api.tokens import ALGORITHMS
 from corolla.trust.origins import AllowedOrigins
@@ -183,11 +184,12 @@ class ClientSettings(ServiceSettings):
         description="Seconds that a recovery waits for a server that can replace a lost one, if the caller does not "
         "give up earlier. In this time a lease must end, a server must move or start, and it must load weights.",
     )
-    standby: Literal["auto", "off", "all"] = Field(
+    standby: StandbyMode = Field(
         "auto",
         description="Which answers have standbys: servers to which hops copy keys and values while the answer goes on, "
         "so that the text is not computed again after a loss. `auto`: answers whose text would take longer than 0.15 "
-        "seconds to compute again; `all`; or `off`.",
+        "seconds to compute again; `all`; or `off`. A tenant's quotas may say otherwise, and a request may ask for "
+        "fewer.",
     )
     session_ttl_s: float = Field(1800.0, gt=0, description="Seconds that an idle conversation is kept.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] = Field(

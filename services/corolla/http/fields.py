@@ -9,6 +9,7 @@ from annotated_types import MaxLen
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from corolla.chassis.errors import InvalidRequest, ResourceNotFound
+from corolla.chassis.tenant_limits import StandbyMode
 from corolla.client.api.requests import MAX_STOP_SEQUENCES
 from corolla.client.text.formats import MAX_CHOICES
 from corolla.client.text.schemas import parsed
@@ -231,6 +232,9 @@ class AnswerFields(SamplingFields):
     time_limit_ms: Int64 | None = Field(None, description="Milliseconds after which the answer ends as it is.")
     speculation: Literal["off", "prompt_lookup", "draft_model"] | None = None
     max_draft_tokens: Int32 | None = None
+    standby: StandbyMode | None = Field(
+        None, description="Whether the answer has standbys; at most what the tenant has."
+    )
     session_id: Text = Field("", description="Continue this session: only what is new is sent.")
     request_id: Text = Field("", description="Names the request, so that it can go on after its stream broke.")
     resume_from: Count | None = Field(
@@ -261,6 +265,7 @@ class AnswerFields(SamplingFields):
             "sampling": self.sampling(),
             "stopping": self.stopping(max_tokens, stop, ignore_eos=self.ignore_eos, time_limit_ms=self.time_limit_ms),
             "speculation": pb.SpeculationParameters(mode=mode, max_draft_tokens=self.max_draft_tokens),
+            "standby": pb.StandbyMode.Value(f"STANDBY_MODE_{(self.standby or 'unspecified').upper()}"),
             "session_id": self.session_id,
             "request_id": self.request_id,
             "resume_from_index": self.resume_from or 0,

@@ -77,6 +77,8 @@ class AnswerOptions(TypedDict, total=False):
         speculation: how tokens are drafted ahead, which changes the speed but no token: "off", "prompt_lookup" or
             "draft_model"; left out, the service chooses.
         max_draft_tokens: the most tokens that are drafted in one step, 1 to 64.
+        standby: whether other servers keep copies of what is computed, so that the answer goes on at once after a
+            loss: "off", "auto" (long texts) or "all"; at most, and left out, what the tenant has.
         request_id: names the request, so that it can be resumed after its stream broke: send it again with the same
             name, to any client service. Choose a new name for each request.
         resume_from: with the same `request_id`, the token ids of the answer that arrived, or only their number; with a
@@ -104,6 +106,7 @@ class AnswerOptions(TypedDict, total=False):
     time_limit_s: float | None
     speculation: str | None
     max_draft_tokens: int | None
+    standby: str | None
     request_id: str | None
     resume_from: Sequence[int] | int | None
     cache_salt: str | None
@@ -272,6 +275,12 @@ _SPECULATION_MODES = {
     "draft_model": pb.SPECULATION_MODE_DRAFT_MODEL,
 }
 
+_STANDBY_MODES = {
+    "off": pb.STANDBY_MODE_OFF,
+    "auto": pb.STANDBY_MODE_AUTO,
+    "all": pb.STANDBY_MODE_ALL,
+}
+
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
     set_fields(request, options, "model", "adapter", "logprobs", "request_id", "cache_salt")
@@ -286,6 +295,10 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
             raise InvalidRequest("speculation", f"must be one of {', '.join(_SPECULATION_MODES)}")
         request.speculation.mode = _SPECULATION_MODES[speculation]
     set_fields(request.speculation, options, "max_draft_tokens")
+    if (standby := options.get("standby")) is not None:
+        if not isinstance(standby, str) or standby not in _STANDBY_MODES:
+            raise InvalidRequest("standby", f"must be one of {', '.join(_STANDBY_MODES)}")
+        request.standby = _STANDBY_MODES[standby]
     stopping = request.stopping
     set_fields(stopping, options, "max_tokens", "ignore_eos")
     stop = options.get("stop")

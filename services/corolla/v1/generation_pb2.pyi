@@ -67,6 +67,30 @@ SPECULATION_MODE_DRAFT_MODEL: SpeculationMode.ValueType  # 3
 """Draft with the draft model of the service; refused if it has none."""
 Global___SpeculationMode: _TypeAlias = SpeculationMode  # noqa: Y015
 
+class _StandbyMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StandbyModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StandbyMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STANDBY_MODE_UNSPECIFIED: _StandbyMode.ValueType  # 0
+    """The tenant's mode, or else the service's."""
+    STANDBY_MODE_OFF: _StandbyMode.ValueType  # 1
+    STANDBY_MODE_AUTO: _StandbyMode.ValueType  # 2
+    """If its text is so long that computing it again would take a while."""
+    STANDBY_MODE_ALL: _StandbyMode.ValueType  # 3
+
+class StandbyMode(_StandbyMode, metaclass=_StandbyModeEnumTypeWrapper):
+    """Whether other servers keep copies of what hops computed for an answer, so that it goes on at once after a loss."""
+
+STANDBY_MODE_UNSPECIFIED: StandbyMode.ValueType  # 0
+"""The tenant's mode, or else the service's."""
+STANDBY_MODE_OFF: StandbyMode.ValueType  # 1
+STANDBY_MODE_AUTO: StandbyMode.ValueType  # 2
+"""If its text is so long that computing it again would take a while."""
+STANDBY_MODE_ALL: StandbyMode.ValueType  # 3
+Global___StandbyMode: _TypeAlias = StandbyMode  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -303,6 +327,7 @@ class GenerateRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name of the model; empty: the service's only model."""
     text: _builtins.str
@@ -341,6 +366,8 @@ class GenerateRequest(_message.Message):
     """
     continuous_usage: _builtins.bool
     """Whether each chunk of a stream has the usage so far."""
+    standby: Global___StandbyMode.ValueType
+    """At most what the tenant has, or else the service: of OFF, AUTO and ALL, the former of the two counts."""
     @_builtins.property
     def tokens(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -377,10 +404,11 @@ class GenerateRequest(_message.Message):
         adapter: _builtins.str = ...,
         echo: _builtins.bool = ...,
         continuous_usage: _builtins.bool = ...,
+        standby: Global___StandbyMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "logprobs", b"logprobs", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "continuous_usage", b"continuous_usage", "echo", b"echo", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "adapter", b"adapter", "cache_salt", b"cache_salt", "continuous_usage", b"continuous_usage", "echo", b"echo", "logprobs", b"logprobs", "model", b"model", "num_completions", b"num_completions", "prompt", b"prompt", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "standby", b"standby", "stopping", b"stopping", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -756,6 +784,7 @@ class ChatRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     INSTRUCTIONS_FIELD_NUMBER: _builtins.int
     CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     session_id: _builtins.str
     logprobs: _builtins.int
@@ -778,6 +807,8 @@ class ChatRequest(_message.Message):
     instructions: _builtins.str
     """The text of a system message in front of the whole conversation, for this answer only: a session does not keep it."""
     continuous_usage: _builtins.bool
+    """The same as in GenerateRequest."""
+    standby: Global___StandbyMode.ValueType
     """The same as in GenerateRequest."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]:
@@ -830,10 +861,11 @@ class ChatRequest(_message.Message):
         adapter: _builtins.str = ...,
         instructions: _builtins.str = ...,
         continuous_usage: _builtins.bool = ...,
+        standby: Global___StandbyMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "expected_turns", b"expected_turns", "logprobs", b"logprobs", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "response_format", b"response_format", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "continuous_usage", b"continuous_usage", "expected_turns", b"expected_turns", "instructions", b"instructions", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns", "_logprobs", b"_logprobs", "_num_completions", b"_num_completions", "_parallel_tool_calls", b"_parallel_tool_calls", "adapter", b"adapter", "cache_salt", b"cache_salt", "continue_last_message", b"continue_last_message", "continuous_usage", b"continuous_usage", "expected_turns", b"expected_turns", "instructions", b"instructions", "logprobs", b"logprobs", "messages", b"messages", "model", b"model", "num_completions", b"num_completions", "parallel_tool_calls", b"parallel_tool_calls", "received", b"received", "request_id", b"request_id", "response_format", b"response_format", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "standby", b"standby", "stopping", b"stopping", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_turns: _TypeAlias = _typing.Literal["expected_turns"]  # noqa: Y015
     _WhichOneofArgType__expected_turns: _TypeAlias = _typing.Literal["_expected_turns", b"_expected_turns"]  # noqa: Y015

@@ -47,7 +47,7 @@ def test_every_option_has_its_field() -> None:
     sampling |= {"repetition_penalty": 1.1, "presence_penalty": -1.0, "frequency_penalty": 0.25}
     stopping: dict[str, Any] = {"max_tokens": 5, "stop": ["a", "b"], "ignore_eos": True}
     others: dict[str, Any] = {"time_limit_s": 1.5, "speculation": "draft_model", "max_draft_tokens": 7, "logprobs": 3}
-    others |= {"n": 2, "session": "ab", "model": "m", "timeout": 9.0}
+    others |= {"standby": "off", "n": 2, "session": "ab", "model": "m", "timeout": 9.0}
     every: Any = {**sampling, **stopping, **others}
     request = generate_request([1, 2, 3], every)
     assert list(request.tokens.ids) == [1, 2, 3]
@@ -55,6 +55,7 @@ def test_every_option_has_its_field() -> None:
     assert request.stopping == pb.StoppingParameters(time_limit_ms=1500, **stopping)
     assert request.speculation.mode == pb.SPECULATION_MODE_DRAFT_MODEL
     assert request.speculation.max_draft_tokens == 7
+    assert request.standby == pb.STANDBY_MODE_OFF
     assert (request.logprobs, request.num_completions, request.session_id, request.model) == (3, 2, "ab", "m")
 
 

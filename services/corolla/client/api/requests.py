@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chain.prompt_readout import Pooling, PromptReadout
 from corolla.chassis.errors import ContextLengthExceeded, InvalidRequest, context_exceeded
+from corolla.chassis.tenant_limits import STANDBY_MODES, StandbyMode
 from corolla.client.api import conversations
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.request import AnswerRequest, MakeReadout
@@ -29,6 +30,12 @@ MAX_STOP_SEQUENCES: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_SALT_CHARS: Final = 256
 MAX_TIME_LIMIT_MS: Final = 24 * 3600 * 1000
+
+_STANDBY_MODES: Final[dict[pb.StandbyMode.ValueType, StandbyMode]] = {
+    pb.STANDBY_MODE_OFF: "off",
+    pb.STANDBY_MODE_AUTO: "auto",
+    pb.STANDBY_MODE_ALL: "all",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +92,14 @@ class RequestParser:
 
     Attributes:
         reserved_names: the names of template arguments that callers must not set.
+        standby: which answers have standbys, if the caller's tenant has no mode of its own.
     """
 
     model: pb.Model
     reserved_names: frozenset[str]
     output_format: OutputFormat
     cache_salts: CacheSalts
+    standby: StandbyMode = "auto"
 
     def text(self, message: pb.GenerateRequest, caller: Caller, adapter: str, reply: ReplyRoom) -> TextRequest:
         """Parses a prompt and the options of its answer. Raises InvalidRequest, ContextLengthExceeded."""
@@ -165,6 +174,7 @@ class RequestParser:
             max_tokens=0,
             ignore_eos=True,
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
+            standby=caller.standby or self.standby,
             readout=readout,
         )
 
@@ -226,6 +236,7 @@ class RequestParser:
             },
             "speculation.max_draft_tokens": _up_to(MAX_DRAFT_TOKENS, max_draft_tokens),
             "speculation.mode": (speculation.mode in pb.SpeculationMode.values(), "is unknown to this service"),
+            "standby": (message.standby in pb.StandbyMode.values(), "is unknown to this service"),
             "cache_salt": (len(message.cache_salt) <= MAX_SALT_CHARS, f"must have at most {MAX_SALT_CHARS} characters"),
         }
         violations = [(field, problem) for field, (is_allowed, problem) in in_range.items() if not is_allowed]
@@ -261,10 +272,17 @@ class RequestParser:
             speculation=speculation,
             resumption=_resumption(message, self.model.vocab_size, self.model.context_length),
             cache_salt=self.cache_salts.of(caller.tenant, message.cache_salt),
+            standby=_standby(message, caller.standby or self.standby),
             output_parsing=output_parsing,
             form=form,
             readout=_echo(sampling.num_logprobs) if echoes else None,
         )
+
+
+def _standby(message: AnyMessage, most: StandbyMode) -> StandbyMode:
+    """Which answers have standbys: the request may ask for fewer than the tenant has, and not for more."""
+    asked = _STANDBY_MODES.get(message.standby, most)
+    return min(asked, most, key=STANDBY_MODES.index)
 
 
 def _echo(num_logprobs: int | None) -> MakeReadout:

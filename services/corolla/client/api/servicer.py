@@ -463,7 +463,7 @@ class GenerationServicer:
         caller = Caller(
             tenant, usage, until_s=until_s, trace=trace, is_streamed=is_streamed, has_continuous_usage=is_continuous,
             withholds_cached_tokens=limits.withhold_cached_tokens, answer_seconds=limits.answer_seconds,
-            note=call.note, name_ignored=call.name_ignored, expect_reply=call.held.expect_reply,
+            standby=limits.standby, note=call.note, name_ignored=call.name_ignored, expect_reply=call.held.expect_reply,
         )  # fmt: skip
         return caller, adapter
 

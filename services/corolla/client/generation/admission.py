@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from corolla.chain.recovery_budget import RecoveryReport
+from corolla.chassis.tenant_limits import StandbyMode
 from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import TraceParent
 from corolla.client.generation.waiting_line import WaitingLine
@@ -30,6 +31,7 @@ class Caller:
         has_continuous_usage: whether each part of the stream says the usage so far.
         withholds_cached_tokens: whether the caller does not see the number of cached tokens.
         answer_seconds: the most seconds that the tenant's answers may take; None: no limit.
+        standby: which answers of the tenant have standbys; None: the service decides.
         note: what is stored with the turn of a session, for those who read it again.
         name_ignored: tells the caller which places of its request have no effect.
         expect_reply: counts bytes that the reply will surely have; raises QueueFull if the service holds too many.
@@ -44,6 +46,7 @@ class Caller:
     has_continuous_usage: bool = False
     withholds_cached_tokens: bool = False
     answer_seconds: float | None = None
+    standby: StandbyMode | None = None
     note: bytes = b""
     name_ignored: Callable[[Sequence[str]], None] = lambda places: None
     expect_reply: Callable[[int], None] = lambda num_bytes: None

@@ -348,6 +348,7 @@ def _open_options(job: _Job, text_ids: Sequence[int], **further: Any) -> OpenOpt
         most_tokens=len(job.prompt_ids) + job.max_tokens,
         texts=[text_ids],
         cache_salt=job.running.request.cache_salt,
+        standby=job.running.request.standby,
         adapter=job.adapter,
         **further,
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from corolla.chain.prompt_readout import PromptReadout
+from corolla.chassis.tenant_limits import StandbyMode
 from corolla.client.generation.admission import Caller
 from corolla.client.generation.resumption import Resumption
 from corolla.client.output_parsing.parser_choice import OutputParsing
@@ -30,6 +31,7 @@ class AnswerRequest(Generic[Prompt]):
         adapter: the adapter's name; empty: the session's adapter, or none.
         max_tokens: the most tokens of an answer; None: the service chooses.
         cache_salt: only requests with the same salt share computed prefixes.
+        standby: whether the answers have standbys.
         output_parsing: how chats separate reasoning and calls from text; None if an answer is only text.
         form: the form that an answer must have; None allows any text.
         grammar: the grammar of the form, once it is admitted.
@@ -54,6 +56,7 @@ class AnswerRequest(Generic[Prompt]):
     speculation: pb.SpeculationParameters = field(default_factory=pb.SpeculationParameters)
     resumption: Resumption = field(default_factory=Resumption)
     cache_salt: bytes = b""
+    standby: StandbyMode = "auto"
     output_parsing: OutputParsing | None = None
     form: AnswerFormat | None = None
     grammar: str = ""

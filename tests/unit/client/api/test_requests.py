@@ -9,7 +9,7 @@ import pytest
 from corolla.chain.cache_salts import CacheSalts
 from corolla.chassis.calls import UNCOUNTED
 from corolla.chassis.errors import InvalidRequest, ScopeDenied
-from corolla.chassis.tenant_limits import TenantLimits
+from corolla.chassis.tenant_limits import StandbyMode, TenantLimits
 from corolla.client.adapters import ModelNames
 from corolla.client.api.keys import NewKey, Scope
 from corolla.client.api.requests import RequestParser
@@ -131,10 +131,12 @@ async def test_the_message_is_not_read_behind_its_request(
         assert replies[0][1].model == "m:fine"
 
 
-def parsed(message: Any, answer_seconds: float | None = None) -> AnyRequest:
+def parsed(message: Any, answer_seconds: float | None = None, standby: StandbyMode | None = None) -> AnyRequest:
     parser = parser_for(pb.Model(vocab_size=10, context_length=100, hidden_size=16))
     parse: Any = parser.chat if isinstance(message, pb.ChatRequest) else parser.text
-    request: AnyRequest = parse(message, Caller("acme", answer_seconds=answer_seconds), "fine", ANY_ROOM)
+    request: AnyRequest = parse(
+        message, Caller("acme", answer_seconds=answer_seconds, standby=standby), "fine", ANY_ROOM
+    )
     return request
 
 
@@ -146,6 +148,24 @@ def test_an_answer_may_take_what_its_caller_wants_and_its_tenant_may(
     wanted_ms: int | None, answer_seconds: float | None, limit_s: float | None
 ) -> None:
     assert parsed(text(stopping={"time_limit_ms": wanted_ms}), answer_seconds).time_limit_s == limit_s
+
+
+@pytest.mark.parametrize("make", [text, chat])
+@pytest.mark.parametrize(
+    "asked, of_tenant, mode",
+    [
+        (pb.STANDBY_MODE_UNSPECIFIED, None, "auto"),
+        (pb.STANDBY_MODE_UNSPECIFIED, "all", "all"),
+        (pb.STANDBY_MODE_OFF, None, "off"),
+        (pb.STANDBY_MODE_AUTO, "all", "auto"),
+        (pb.STANDBY_MODE_ALL, None, "auto"),
+        (pb.STANDBY_MODE_ALL, "off", "off"),
+    ],
+)
+def test_an_answer_has_no_more_standbys_than_its_caller_wants_and_its_tenant_has(
+    make: Callable[..., Any], asked: pb.StandbyMode.ValueType, of_tenant: StandbyMode | None, mode: StandbyMode
+) -> None:
+    assert parsed(make(standby=asked), standby=of_tenant).standby == mode
 
 
 @pytest.mark.parametrize("make, operation", [(text, "text_completion"), (chat, "chat")])
@@ -161,11 +181,11 @@ def test_a_request_has_what_its_message_says(make: Callable[..., Any], operation
 def test_all_fields_that_are_wrong_are_named_at_once() -> None:
     message = text(
         stopping={"max_tokens": 0, "time_limit_ms": 0, "stop": [""]}, speculation={"max_draft_tokens": 65},
-        cache_salt="s" * 257, sampling={"top_p": 2.0}, logprobs=99, response_format={"regex": ""},
+        cache_salt="s" * 257, standby=9, sampling={"top_p": 2.0}, logprobs=99, response_format={"regex": ""},
     )  # fmt: skip
     with pytest.raises(InvalidRequest) as refusal:
         parsed(message)
     assert [field for field, _ in refusal.value.violations] == [
         "stopping.max_tokens", "stopping.time_limit_ms", "stopping.stop[0]", "speculation.max_draft_tokens",
-        "cache_salt", "sampling.top_p", "logprobs", "response_format.regex",
+        "standby", "cache_salt", "sampling.top_p", "logprobs", "response_format.regex",
     ]  # fmt: skip

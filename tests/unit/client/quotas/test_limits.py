@@ -41,6 +41,7 @@ def test_without_a_default_others_have_no_limits() -> None:
         (NO_LIMITS, False),
         (TenantLimits(answer_seconds=1), False),
         (TenantLimits(withhold_cached_tokens=True), False),
+        (TenantLimits(standby="all"), False),
         *((TenantLimits.model_validate({quota: 1}), quota in COUNTED) for quota in QUOTAS),
     ],
 )
@@ -85,7 +86,7 @@ def test_only_what_is_limited_is_counted() -> None:
 
 
 def test_every_other_field_is_a_quota() -> None:
-    others = {"answer_seconds", "withhold_cached_tokens", "guaranteed_tokens", "guaranteed_sequences"}
+    others = {"answer_seconds", "withhold_cached_tokens", "standby", "guaranteed_tokens", "guaranteed_sequences"}
     assert {*QUOTAS} | others == TenantLimits.model_fields.keys()
     assert set(PERIODS_MS) <= set(QUOTAS)
 
