@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
@@ -73,7 +73,7 @@ class Published:
     Attributes:
         name: as its publisher writes it.
         family: the family of `tests.checkpoints` whose tiny facts its language model has; empty: `text` has them.
-        model_type: that of `config.json`; empty: the family's, or there is none.
+        model_type: that of `config.json`; empty: the family's.
         text: further settings of the language model.
         vision: the settings of the part that sees; None: there is none.
         outer: further settings of the whole model.
@@ -150,17 +150,39 @@ def _write_omni(source: Path, folder: Path) -> None:
     _change(folder, prefixed)
 
 
-# Public code that reads Mistral's files: mistral-inference (transformer_layers.py), vLLM (configs/mistral.py there).
+# Public code that reads Mistral's files: mistral-inference (transformer_layers.py), vLLM (configs/mistral.py,
+# models/mistral_large_3.py), and TensorRT-LLM, whose test has Mistral-Large-3's params.json.
 _MISTRAL_NAMES: Final = {
     "embed_tokens": "tok_embeddings", "input_layernorm": "attention_norm", "lm_head": "output", "norm": "norm",
-    "down_proj": "feed_forward.w2", "gate_proj": "feed_forward.w1", "k_proj": "attention.wk", "o_proj": "attention.wo",
-    "post_attention_layernorm": "ffn_norm", "q_proj": "attention.wq", "up_proj": "feed_forward.w3",
-    "v_proj": "attention.wv",
+    "mlp.down_proj": "feed_forward.w2", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.gate": "gate", "post_attention_layernorm": "ffn_norm", "self_attn.k_proj": "attention.wk",
+    "self_attn.o_proj": "attention.wo", "self_attn.q_proj": "attention.wq", "self_attn.v_proj": "attention.wv",
+    "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_b_proj": "attention.wq_b",
+    "self_attn.q_a_layernorm": "attention.q_a_norm", "self_attn.kv_a_layernorm": "attention.kv_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a_with_mqa", "self_attn.kv_b_proj": "attention.wkv_b",
+    "mlp.shared_experts.down_proj": "shared_experts.w2", "mlp.shared_experts.gate_proj": "shared_experts.w1",
+    "mlp.shared_experts.up_proj": "shared_experts.w3",
 }  # fmt: skip
+_FLOAT8_SCALE: Final = 2.0**-6
+
+
+def _round_to_float8(folder: Path) -> None:
+    """Rounds the weights of all blocks to numbers that a float of eight bits has, times a scale."""
+
+    def rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if ".layers." not in name or tensor.dim() < 2:
+            return {name: tensor}
+        return {name: _float8(tensor).to(tensor.dtype) * _FLOAT8_SCALE}
+
+    _change(folder, rounded)
+
+
+def _float8(tensor: Tensor) -> Tensor:
+    return (tensor / _FLOAT8_SCALE).to(torch.float8_e4m3fn)
 
 
 def _write_consolidated(source: Path, folder: Path) -> None:
-    """Writes a checkpoint of transformers in Mistral's own format, with a part that sees."""
+    """Writes a checkpoint of transformers in Mistral's own format, with a part that sees; mixtures in eight bits."""
     config = json.loads((source / "config.json").read_text())
     rope = config["rope_parameters"]
     params: dict[str, Any] = {
@@ -178,15 +200,25 @@ def _write_consolidated(source: Path, folder: Path) -> None:
             **length,
         }  # fmt: skip
         params["llama_4_scaling"] = {"beta": rope["llama_4_scaling_beta"], **length}
+    is_mixture = "n_routed_experts" in config
+    if is_mixture:
+        params |= {name: config[name] for name in _LATENT_SIZES}
+        params["quantization"] = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
+        params["moe"] = {
+            "num_experts": config["n_routed_experts"], "num_experts_per_tok": config["num_experts_per_tok"],
+            "num_shared_experts": config["n_shared_experts"], "expert_hidden_dim": config["moe_intermediate_size"],
+            "first_k_dense_replace": config["first_k_dense_replace"], "route_every_n": 1, "routed_scale": 1.0,
+            "num_expert_groups": config["n_group"], "num_expert_groups_per_tok": config["topk_group"],
+        }  # fmt: skip
     tensors = {"vision_encoder.ln_pre.weight": torch.ones(32), "patch_merger.merging_layer.weight": torch.ones(2, 2)}
     for shard in source.glob("*.safetensors"):
         for name, tensor in load_file(shard).items():
-            *start, part, _ = name.removeprefix("model.").split(".")
-            layer = ".".join(start[:2]) + "." if start else ""
-            if part in ("q_proj", "k_proj"):
-                halves = tensor.view(-1, 2, config["head_dim"] // 2, tensor.shape[1])
-                tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-            tensors[f"{layer}{_MISTRAL_NAMES[part]}.weight"] = tensor
+            for module, weight in _mistral_weights(name, tensor, config["head_dim"]):
+                is_octets = is_mixture and module.startswith("layers.") and weight.dim() == 2
+                tensors[f"{module}.weight"] = _float8(weight) if is_octets else weight
+                if is_octets:
+                    tensors[f"{module}.qscale_weight"] = torch.tensor(_FLOAT8_SCALE)
+                    tensors[f"{module}.qscale_act"] = torch.tensor(1.0)
     folder.mkdir()
     (folder / "params.json").write_text(json.dumps(params))
     names, weight_map = sorted(tensors), dict[str, str]()
@@ -195,6 +227,25 @@ def _write_consolidated(source: Path, folder: Path) -> None:
         save_file({name: tensors[name] for name in held}, folder / shard_name)
         weight_map |= dict.fromkeys(held, shard_name)
     (folder / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def _mistral_weights(name: str, tensor: Tensor, head_size: int) -> Iterator[tuple[str, Tensor]]:
+    """The modules and weights that Mistral's files have for one tensor of transformers."""
+    match = re.fullmatch(r"(?:model\.)?(layers\.\d+\.)?(.+?)(?:\.weight)?", name)
+    layer, part = cast(re.Match[str], match).groups("")
+    if part == "mlp.experts.down_proj":
+        yield from ((f"{layer}experts.{index}.w2", each.contiguous()) for index, each in enumerate(tensor))
+    elif part == "mlp.experts.gate_up_proj":
+        for index, expert in enumerate(tensor):
+            yield from (
+                (f"{layer}experts.{index}.{which}", half.contiguous())
+                for which, half in zip(("w1", "w3"), expert.chunk(2), strict=True)
+            )
+    else:
+        if part in ("self_attn.q_proj", "self_attn.k_proj"):
+            halves = tensor.view(-1, 2, head_size // 2, tensor.shape[1])
+            tensor = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+        yield f"{layer}{_MISTRAL_NAMES[part]}", tensor
 
 
 def _flat(folder: Path) -> None:
@@ -237,14 +288,7 @@ _LLAMA4: Final = {
 _LLAMA4_VISION: Final = {
     **_SIGLIP, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32
 }  # fmt: skip
-# vLLM's public code reads a params.json with these settings (transformers_utils/configs/mistral.py).
-_MISTRAL_LARGE_3: Final = {
-    "dim": 64, "n_layers": 5, "n_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 12, "vocab_size": 320, "norm_eps": 1e-6, "rope_theta": 1e4,
-    "moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "expert_hidden_dim": 32},
-    "quantization": {"qformat_weight": "fp8_e4m3"},
-    "llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8192},
-}  # fmt: skip
+_LATENT_SIZES: Final = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _OMNI: Final = {
     "vision_start_token_id": VOCAB_SIZE - 1,
     "audio_config": {
@@ -361,7 +405,11 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "Ministral-3-14B-BF16, in Mistral's own files", "ministral3", vocabulary=tekken_folder,
         rewrite=_write_consolidated,
     ),
-    Published("Mistral-Large-3", "", "", _MISTRAL_LARGE_3, weights="FP8"),
+    Published(
+        "Mistral-Large-3", "mistral4",
+        text={"n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, "mscale_all_dim": 0, "attention_factor": 1.0}},
+        weights="FP8", vocabulary=tekken_folder, change=_round_to_float8, rewrite=_write_consolidated,
+    ),
     Published("Ministral-3-14B", "ministral3", "mistral3", {}, _PIXTRAL, "FP8", "fp8-one-scale"),
     Published("Devstral-2-123B", "ministral3", weights="FP8", made="fp8-one-scale"),
     Published("Mistral-Small-4", "mistral4", "mistral3", vision=_PIXTRAL),
@@ -441,10 +489,7 @@ class Row:
         }
         if self._model_type not in {*CONFIG_MAPPING, *ALIASES}:
             self.folder.mkdir()
-            if self._model_type:
-                (self.folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
-            else:
-                (self.folder / "params.json").write_text(json.dumps(dict(published.text)))
+            (self.folder / "config.json").write_text(json.dumps({**settings, "model_type": self._model_type}))
             return
         if published.vision is None:
             # transformers has no class for a type that is another one's alias.

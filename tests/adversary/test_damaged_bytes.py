@@ -163,6 +163,7 @@ def test_a_damaged_description_of_a_model_is_read_or_refused(tmp_path: Path, nam
     @example(json.dumps({"model_type": "a", "thinker_config": {"text_config": {"llm_config": {}}}}).encode())
     @example(json.dumps({**PARAMS, "yarn": [], "n_layers": 2**40}).encode())
     @example(json.dumps({**PARAMS, "sliding_window": [[]], "head_dim": -1}).encode())
+    @example(json.dumps({**PARAMS, "kv_lora_rank": 8, "moe": [1], "quantization": "fp8"}).encode())
     def read(data: bytes) -> None:
         (folder / name).write_bytes(data)
         with contextlib.suppress(CorollaError):

@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -28,6 +28,8 @@ from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight
 
 _OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+# Families for whose experts one by one transformers has no conversion, and a family that has the right one.
+_CONVERTED_LIKE: Final = {"mistral4": "qwen2_moe"}
 
 
 class MergedExperts:
@@ -128,12 +130,17 @@ def _shape(part: Any) -> tuple[int, ...]:
     return tuple(part.get_shape() if hasattr(part, "get_shape") else part.shape)
 
 
+def _conversions(model: PreTrainedModel) -> list[Any]:
+    others = get_checkpoint_conversion_mapping(_CONVERTED_LIKE.get(str(model.config.model_type), "")) or []
+    return [*get_model_conversion_mapping(model), *others]
+
+
 def renamed_by(model: PreTrainedModel) -> Callable[[str], tuple[str, str | None]]:
     """Returns a function that maps a stored name to the model's, and to the pattern of a conversion.
 
     Such a conversion makes the model's tensor of this one and others; a tensor that is only renamed has no pattern.
     """
-    conversions = get_model_conversion_mapping(model)
+    conversions = _conversions(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     state = model.state_dict()
@@ -171,7 +178,7 @@ def merged_names(model: PreTrainedModel, stored: Collection[str]) -> dict[str, l
     renamed = renamed_by(model)
     converters = {
         pattern: converter
-        for converter in get_model_conversion_mapping(model)
+        for converter in _conversions(model)
         if isinstance(converter, WeightConverter) and _only_merges(converter)
         for pattern in converter.source_patterns
     }
