@@ -176,6 +176,25 @@ RECOVERY: Final = (
           "any server of a span.", "s", (
         (gauge("corolla_span_loss_seconds", "model, span", "max"), "{{model}} {{span}}"),
     )),
+    Panel("Sessions with a standby", "Share of the sessions in mid-answer whose text a standby holds. By default, "
+          "short texts have none.", "percentunit", (
+        (f'sum(corolla_hop_running_sessions{{{HERE},standby="yes"}}) / sum(corolla_hop_running_sessions{{{HERE}}})',
+         "with a standby"),
+    )),
+    Panel("Lag of standbys", "The most tokens that a standby lacks of a session of each block server: a loss computes "
+          "them again.", "short", (
+        (gauge("corolla_standby_lag_tokens", "instance", "max"), "{{instance}}"),
+    )),
+    Panel("Copied to standbys", "Keys and values of sessions, in bytes per second.", "Bps", (
+        (rate("corolla_standby_bytes_total", "direction"), "{{direction}}"),
+    )),
+    Panel("Where tokens came from", "Tokens per second that block servers found, or had to compute, recoveries "
+          "included.", "short", (
+        (f"{rate('corolla_prefix_cache_hits_total')} - {rate('corolla_host_cache_hits_total')}", "prefix cache"),
+        (rate("corolla_host_cache_hits_total"), "host memory"),
+        (rate("corolla_standby_hits_total"), "standby"),
+        (rate("corolla_hop_tokens_total", where='kind="prefill"'), "computed"),
+    )),
     Panel("Recomputed tokens", "Tokens processed again, or sent again from boundary activations.", "short", (
         (rate("corolla_recomputed_tokens_total"), "recomputed"),
         (rate("corolla_hop_resent_tokens_total"), "sent again"),

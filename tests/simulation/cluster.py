@@ -127,7 +127,7 @@ class Server:
         most = scenario.max_step_tokens
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
-        standbys = Standbys(
+        standbys = self.standbys = Standbys(
             self.sessions, sender, self.peers, self._neighbours, streams, FINGERPRINT, self._tasks, metrics,
             least_tokens=scenario.page_tokens,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class Server:
         self._registration.state = router_pb2.SERVER_STATE_READY
         periodic_tasks = PeriodicTasks(
             self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self._metrics,
-            page_bytes=lambda: self.runner.store.page_bytes,
+            page_bytes=lambda: self.runner.store.page_bytes, standby_lags=lambda: self.standbys.lags,
         )  # fmt: skip
         self._heartbeats = asyncio.create_task(self._registration.run())
         await asyncio.gather(self.engine.run(), periodic_tasks.run(), self._neighbours.run())

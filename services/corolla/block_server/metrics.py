@@ -1,6 +1,6 @@
 """The metrics of a block server."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -14,6 +14,44 @@ from corolla.compute.memory_bound import MemoryBound
 DIRECTIONS: Final = ("in", "out")
 STEP_KINDS: Final = ("decode", "prefill")
 OUTCOMES: Final = ("moved", "refused", "failed", "no_peer")
+
+
+class StandbyMetrics:
+    """Metrics of sessions that are copied to standbys, and of those that this server holds as a standby."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.bytes = counter(
+            "corolla_standby_bytes",
+            "Bytes of keys and values that were copied to standbys, by direction (in, out).",
+            ["direction"],
+        )
+        for direction in DIRECTIONS:
+            self.bytes.labels(direction)
+        self.sessions = gauge("corolla_standby_sessions", "Sessions that this server holds as a standby.")
+        self.running = gauge(
+            "corolla_hop_running_sessions",
+            "Sessions of this server in mid-answer, by whether a standby holds their texts (yes, no).",
+            ["standby"],
+        )
+        self.lag = gauge(
+            "corolla_standby_lag_tokens", "The most tokens that a standby lacks of a session of this server."
+        )
+        self.hits = counter(
+            "corolla_standby_hits",
+            "Tokens that sessions found on this server when it took the place of a hop, as that hop's standby.",
+        )
+
+    def observe(self, num_standbys: int, num_running: int, lags: Sequence[int]) -> None:
+        """Sets the gauges.
+
+        Args:
+            lags: how many tokens its standby lacks of each session that has one.
+        """
+        self.sessions.set(num_standbys)
+        self.running.labels("yes").set(len(lags))
+        self.running.labels("no").set(max(0, num_running - len(lags)))
+        self.lag.set(max(lags, default=0))
 
 
 class BlockServerMetrics:
@@ -133,16 +171,14 @@ class BlockServerMetrics:
             "corolla_boundary_activations_evicted",
             "Sessions whose boundary activations were dropped to make room for other sessions.",
         )
-        self.handover_bytes, self.standby_bytes = (
-            counter(
-                f"corolla_{name}_bytes", f"Bytes of keys and values that {what}, by direction (in, out).", ["direction"]
-            )
-            for name, what in (("handover", "were handed over"), ("standby", "were copied to standbys"))
+        self.handover_bytes = counter(
+            "corolla_handover_bytes",
+            "Bytes of keys and values that were handed over, by direction (in, out).",
+            ["direction"],
         )
         for direction in DIRECTIONS:
             self.handover_bytes.labels(direction)
-            self.standby_bytes.labels(direction)
-        self.standby_sessions = gauge("corolla_standby_sessions", "Sessions that this server holds as a standby.")
+        self.standbys = StandbyMetrics(registry)
         self.handed_over = counter(
             "corolla_sessions_handed_over",
             "Attempts to hand a session over, by outcome: moved, refused (by every peer), failed, no_peer.",

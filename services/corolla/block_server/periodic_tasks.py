@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ class PeriodicTasks:
 
     Args:
         page_bytes: returns the bytes of one page of the KV cache.
+        standby_lags: returns how many tokens its standby lacks of each session that has one.
 
     Attributes:
         violations: the violations that the last check of the invariants found.
@@ -45,6 +47,7 @@ class PeriodicTasks:
     metrics: BlockServerMetrics
     _: KW_ONLY
     page_bytes: Callable[[], int]
+    standby_lags: Callable[[], Sequence[int]]
     violations: list[Violation] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -66,7 +69,9 @@ class PeriodicTasks:
         """Sets the gauges of what is held and what waits, and the counters whose totals other objects count."""
         metrics, sessions, pool = self.metrics, self.sessions, self.sessions.pool
         metrics.sessions.set(len(sessions))
-        metrics.standby_sessions.set(sum(each.state is SessionState.STANDBY for each in sessions))
+        states = Counter(each.state for each in sessions)
+        metrics.standbys.observe(states[SessionState.STANDBY], states[SessionState.RUNNING], self.standby_lags())
+        metrics.count_to(metrics.standbys.hits, sessions.num_standby_tokens)
         metrics.pages.labels("used").set(pool.num_used)
         metrics.pages.labels("reserved").set(pool.num_reserved)
         metrics.pages.labels("cached").set(pool.num_cached)

@@ -171,8 +171,8 @@ class BlockServer:
             Part("first step", self._compute_a_step, ["engine"], stage="step"),
             Part("servicer", self._make_servicer, ["first step"]),
             Part("drain", self._make_drain, ["servicer"]),
-            Part("iterations", self._start_iterations, ["first step"]),
-            Part("data plane", self._serve_callers, ["servicer", "iterations"], self._end_callers),
+            Part("iterations", self._start_iterations, ["servicer"]),
+            Part("data plane", self._serve_callers, ["iterations"], self._end_callers),
             Part("readiness", self._begin_to_serve, ["data plane", "drain"], self._leave, "serving"),
         )
 
@@ -450,7 +450,7 @@ class BlockServer:
         self._work.start_essential(self.engine.run, "engine")
         self.periodic_tasks = PeriodicTasks(
             self.engine, self._scheduler, self._sessions, self._outputs, self._peers, self._metrics,
-            page_bytes=lambda: store.page_bytes,
+            page_bytes=lambda: store.page_bytes, standby_lags=lambda: self._standbys.lags,
         )  # fmt: skip
         self._work.start_essential(self.periodic_tasks.run, "periodic_tasks")
 

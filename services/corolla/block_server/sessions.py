@@ -40,6 +40,7 @@ class SessionTable(Generic[AnyCache]):
     Attributes:
         guarantees: the guaranteed pages of tenants.
         is_draining: whether new sessions are refused; held sessions may be reopened until they leave.
+        num_standby_tokens: how many tokens sessions have found here that were standbys when they were opened.
     """
 
     pool: PagePool
@@ -54,6 +55,7 @@ class SessionTable(Generic[AnyCache]):
     # Ended sessions are in order of their end, oldest first.
     _ended_epochs: dict[bytes, int] = field(init=False, default_factory=dict)
     num_evicted: int = field(init=False, default=0)
+    num_standby_tokens: int = field(init=False, default=0)
     is_draining: bool = field(init=False, default=False)
 
     def __len__(self) -> int:
@@ -164,6 +166,7 @@ class SessionTable(Generic[AnyCache]):
             cache.truncate(cache.nearest_position(request.max_tokens))
         if session.state is SessionState.STANDBY and event is SessionEvent.OPENED:
             self._forget_unsent(session)
+            self.num_standby_tokens += cache.num_tokens
         cache.allocate(request.max_tokens, request.text)
         if session.request.client_id != request.client_id:
             session.newest_step_id = 0  # each client counts its steps by itself

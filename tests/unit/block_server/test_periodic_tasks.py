@@ -16,6 +16,7 @@ from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.tables import GroupRule
+from tests.unit.block_server.test_sessions import a_request
 
 
 class EmptyRing:
@@ -47,10 +48,11 @@ class Server:
     def __init__(self) -> None:
         self.engine = SlowEngine()
         self.pool = PagePool(4, 4)
-        sessions: SessionTable[Any] = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule()]))
+        self.sessions: SessionTable[Any] = SessionTable(self.pool, lambda: SessionPages(self.pool, [GroupRule()]))
+        self.registry, self.lags = CollectorRegistry(), list[int]()
         self.periodic_tasks = PeriodicTasks(
-            cast(Engine, self.engine), Scheduler(1, 1), sessions, BoundaryActivations(0), PeerTable(),
-            BlockServerMetrics(CollectorRegistry()), page_bytes=lambda: 1,
+            cast(Engine, self.engine), Scheduler(1, 1), self.sessions, BoundaryActivations(0), PeerTable(),
+            BlockServerMetrics(self.registry), page_bytes=lambda: 1, standby_lags=lambda: self.lags,
         )  # fmt: skip
 
     async def keep_house(self) -> int:
@@ -84,3 +86,14 @@ async def test_invariants_are_not_checked_under_load() -> None:
     assert server.periodic_tasks.violations == []
     server.periodic_tasks.check_invariants()
     assert server.periodic_tasks.violations != []
+
+
+async def test_gauges_tell_how_far_standbys_are_behind() -> None:
+    server = Server()
+    for name in (b"a", b"b", b"c"):
+        server.sessions.open(a_request(name, max_tokens=1), 0.0)
+    server.lags = [3, 20]
+    await server.keep_house()
+    gauge = server.registry.get_sample_value
+    assert gauge("corolla_standby_lag_tokens") == 20
+    assert [gauge("corolla_hop_running_sessions", {"standby": each}) for each in ("yes", "no")] == [2, 1]

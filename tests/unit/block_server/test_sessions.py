@@ -543,7 +543,7 @@ def test_a_standby_keeps_what_it_got_and_reserves_nothing_ahead() -> None:
     assert (again, again.cache.num_tokens) == (held, 6)
     with pytest.raises(HopSessionLost):
         table.get_arriving(b"s", 2, TRANSFER, 1.0)
-    assert table.open(a_request(epoch=3, max_tokens=32), 2.0).cache.num_tokens == 6
+    assert table.open(a_request(epoch=3, max_tokens=32), 2.0).cache.num_tokens == table.num_standby_tokens == 6
     assert held.state is SessionState.RUNNING
 
 

@@ -86,7 +86,7 @@ class HandoverReceiver:
                 checked = await asyncio.to_thread(_checked, store, layers, control, payload)
                 # Steps wait for this only.
                 answer.num_tokens = await self.engine.copy(lambda: self._write(control, checked))
-            (self.metrics.standby_bytes if is_standby else self.metrics.handover_bytes).labels("in").inc(len(payload))
+            (self.metrics.standbys.bytes if is_standby else self.metrics.handover_bytes).labels("in").inc(len(payload))
         except CorollaError as error:
             answer.reason, answer.message = error.reason, error.message
             session = self.sessions.get(control.session_id)

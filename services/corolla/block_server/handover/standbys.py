@@ -81,6 +81,16 @@ class Standbys:
         """How many tokens of this hop's sessions standbys hold, or are about to hold."""
         return sum(each.progress.num_received for each in self._by_session.values())
 
+    @property
+    def lags(self) -> list[int]:
+        """How many tokens its standby lacks of each session that has one."""
+        held = ((self.sessions.get(session_id), each.progress) for session_id, each in self._by_session.items())
+        return [
+            max(0, session.cache.num_tokens - progress.num_received)
+            for session, progress in held
+            if session is not None
+        ]
+
     def name(self, control: pb.Standby, *, may_look: bool = True) -> None:
         """Takes a client's word which server stands by for a session. Must be called between iterations.
 
@@ -145,7 +155,7 @@ class Standbys:
                         continue
                     async with self._room:
                         num_bytes = await self.sender.copy_settled(session, control.transfer_id, progress, link)
-                    self.metrics.standby_bytes.labels("out").inc(num_bytes)
+                    self.metrics.standbys.bytes.labels("out").inc(num_bytes)
             return
         except HopSessionLost:
             pass  # here or there; the client names another standby if it still needs one
