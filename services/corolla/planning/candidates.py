@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median_low
 from typing import Final
 
 from corolla.planning.planner import Candidate, PlannedHop
@@ -20,6 +21,9 @@ MOST_TIMES_TYPICAL: Final = 32.0
 """A server's speed counts up to this many times the typical one; devices in one pool may differ by a factor of 20."""
 
 _SPEED_STEP: Final = 1.05
+
+_TIMES_ALIKE: Final = 2.0
+"""Measured times of equal machines differ by up to this factor from the typical one, by what else these machines do."""
 
 SLOW_TIMES: Final = 8.0
 """A chain is slow when a token takes more than this many times as long as its servers' figures predict, plus
@@ -111,11 +115,17 @@ def is_slow(ready: Mapping[str, Candidate], chain: common_pb2.Chain, token_secon
 def candidates(servers: Collection[pb.PlacedServer], *, fingerprint: str = "") -> list[Candidate]:
     """Returns the ready servers with these weights (empty: with any), in the given order, without booked loads."""
     bounds = speed_bounds(servers)
-    return [
-        _candidate(each, bounds[each.server.server_id])
-        for each in servers
-        if each.state == pb.SERVER_STATE_READY and fingerprint in ("", each.server.fingerprint)
+    ready = [
+        each for each in servers if each.state == pb.SERVER_STATE_READY and fingerprint in ("", each.server.fingerprint)
     ]
+    steps = [_block_seconds(each, bounds[each.server.server_id]) for each in ready]
+    prompts = [
+        1 / (each.server.prefill_tokens_per_second or _PROMPT_TIMES / step_s)
+        for each, step_s in zip(ready, steps, strict=True)
+    ]
+    evened = zip(ready, _evened(ready, steps), _evened(ready, prompts), strict=True)
+    # Servers that are about equal share sessions; else all planners would prefer the one that measured best.
+    return [_candidate(each, steady(step_s), prompt_s) for each, step_s, prompt_s in evened]
 
 
 def by_fingerprint(servers: Collection[pb.PlacedServer]) -> Collection[list[Candidate]]:
@@ -141,24 +151,43 @@ def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     )
 
 
-def _candidate(placed: pb.PlacedServer, bound: float) -> Candidate:
+def _block_seconds(placed: pb.PlacedServer, bound: float) -> float:
+    """Returns the time that a decode step takes in one block, as the server says it."""
+    if placed.load.decode_step_seconds > 0:
+        return max(placed.load.decode_step_seconds / len(Span.from_message(placed.span)), 1 / bound)
+    return 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
+
+
+def _evened(servers: Sequence[pb.PlacedServer], seconds: Sequence[float]) -> list[float]:
+    """Returns the times of servers; those with the same weights and numerics have one, unless theirs is far from it.
+
+    Small differences between equal machines come from what the machines did while they measured, and say nothing about
+    their next steps.
+    """
+    kinds = [(each.server.fingerprint, each.load.numerics.partition("+")[0]) for each in servers]
+    groups: dict[tuple[str, str], list[float]] = {}
+    for kind, each in zip(kinds, seconds, strict=True):
+        groups.setdefault(kind, []).append(each)
+    typical = {kind: median_low(group) for kind, group in groups.items() if kind[1]}
+    return [
+        usual if (usual := typical.get(kind, each)) / _TIMES_ALIKE <= each <= usual * _TIMES_ALIKE else each
+        for kind, each in zip(kinds, seconds, strict=True)
+    ]
+
+
+def _candidate(placed: pb.PlacedServer, block_seconds: float, prompt_seconds: float) -> Candidate:
     server, load, span = placed.server, placed.load, Span.from_message(placed.span)
-    seconds_per_block = 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
-    if load.decode_step_seconds > 0:
-        seconds_per_block = max(load.decode_step_seconds / len(span), 1 / bound)
-    # Servers that are about equal share sessions; else all planners would prefer the one that measured best.
-    seconds_per_block = steady(seconds_per_block)
     return Candidate(
         server_id=server.server_id,
         address=server.address,
         fingerprint=server.fingerprint,
         span=span,
-        seconds_per_block=seconds_per_block * (1 + SESSION_LOAD * load.num_sessions),
-        queue_seconds=load.num_queued_steps * seconds_per_block * len(span),
+        seconds_per_block=block_seconds * (1 + SESSION_LOAD * load.num_sessions),
+        queue_seconds=load.num_queued_steps * block_seconds * len(span),
         zone=server.zone,
         is_suspected=placed.suspected,
         numerics=Numerics.parse(load.numerics),
-        session_seconds=seconds_per_block * SESSION_LOAD,
-        prompt_seconds=1 / (server.prefill_tokens_per_second or _PROMPT_TIMES / seconds_per_block),
+        session_seconds=block_seconds * SESSION_LOAD,
+        prompt_seconds=prompt_seconds,
         room_tokens=load.max_session_tokens if load.HasField("max_session_tokens") else math.inf,
     )

@@ -38,6 +38,30 @@ def test_the_duration_of_a_step_is_bounded_as_the_speed_is() -> None:
     assert first == second == pytest.approx(0.01, rel=0.025)
 
 
+def counted(*times: tuple[float, float, str]) -> list[float]:
+    """The times of a decode step and of a token of a prompt that count, by the measured ones and numerics."""
+    servers = [placed(str(number), 1.0) for number in range(len(times))]
+    for server, (step_s, prompt_s, numerics) in zip(servers, times, strict=True):
+        server.load.decode_step_seconds, server.load.numerics = 10 * step_s, numerics
+        server.server.prefill_tokens_per_second = 1 / prompt_s
+    return [each for server in candidates(servers) for each in (server.seconds_per_block, server.prompt_seconds)]
+
+
+def test_equal_machines_count_alike_unless_one_is_far_slower_or_faster() -> None:
+    near = [(0.1, 0.01, "same"), (0.17, 0.019, "same+head"), (0.06, 0.006, "same")]
+    far = [(0.3, 0.06, "same"), (0.03, 0.002, "same")]
+    times = counted(*near, *far)
+    assert times[:6] == 3 * times[:2]
+    assert times[::2] == pytest.approx([0.1, 0.1, 0.1, 0.3, 0.03], rel=0.05)
+    assert times[1::2] == [0.01, 0.01, 0.01, 0.06, 0.002]
+
+
+@pytest.mark.parametrize("numerics", [("one", "other"), ("", "")])
+def test_machines_that_may_differ_count_as_they_measured(numerics: tuple[str, str]) -> None:
+    times = counted((0.1, 0.01, numerics[0]), (0.15, 0.015, numerics[1]))
+    assert times == pytest.approx([0.1, 0.01, 0.15, 0.015], rel=0.05)
+
+
 def test_a_chain_is_slow_where_tokens_take_many_times_as_long_as_its_servers_say() -> None:
     ready = {each.server_id: each for each in candidates([placed("a", 100.0)])}
     hop = common_pb2.Hop(server_id="a", span=common_pb2.BlockSpan(start=0, end=10))
