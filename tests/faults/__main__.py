@@ -72,11 +72,18 @@ _LONG: Final = frozenset({"soak"})
 
 
 async def run_together(
-    rows: Sequence[str], model: str, spans: str, seed: int, runs_of: Callable[[str], range], outage_s: float
+    rows: Sequence[str],
+    model: str,
+    spans: str,
+    seed: int,
+    runs_of: Callable[[str], range],
+    outage_s: float,
+    context: int,
 ) -> int:
     """Does rows that need the same settings, one after the other, on one stack. Returns the exit status."""
     status, is_secure = 0, rows[0] not in _IN_THE_CLEAR
-    async with start_stack(model, spans, _SETTINGS.get(rows[0]), outage_s=outage_s, is_secure=is_secure) as stack:
+    settings = _SETTINGS.get(rows[0])
+    async with start_stack(model, spans, settings, outage_s=outage_s, context=context, is_secure=is_secure) as stack:
         # The callers are here: what was imported took the collector half a second, in which no token could arrive.
         settle()
         for row in rows:
@@ -152,6 +159,10 @@ def main() -> int:
     parser.add_argument("--model", default="tiny", help="checkpoint folder, `demo`, or a random `tiny` one")
     parser.add_argument("--spans", default=TINY_SPANS, help="one block server for each; every span twice")
     parser.add_argument("--outage", type=float, help="seconds that Redis or the router stays away: 60, in `all` 15")
+    parser.add_argument(
+        "--context", type=int, default=0, metavar="N",
+        help="of `kill`, `cut`, `freeze` and `drain`: tokens of each prompt; default: a few words",
+    )  # fmt: skip
     parser.add_argument("--record-durations", type=Path, metavar="FILE", help="of `all`: writes how long each row took")
     given = parser.parse_args()
     is_all = "all" in given.rows
@@ -167,9 +178,12 @@ def main() -> int:
         return range(first, first + count)
 
     if not is_all:
-        return asyncio.run(run_together(given.rows, given.model, given.spans, given.seed, runs_of, outage_s))
+        return asyncio.run(
+            run_together(given.rows, given.model, given.spans, given.seed, runs_of, outage_s, given.context)
+        )
     passed_on = {
         "runs": num_runs, "seed": given.seed, "model": given.model, "spans": given.spans, "outage": outage_s,
+        "context": given.context,
         **({} if given.turn is None else {"turn": given.turn}),
     }  # fmt: skip
     arguments = [f"--{name}={value}" for name, value in passed_on.items()]

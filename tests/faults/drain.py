@@ -24,7 +24,9 @@ async def drain(stack: RunningStack, rng: random.Random, runs: range) -> int:
 
 
 async def _run(stack: RunningStack, rng: random.Random, figures: Figures) -> None:
-    questions = [Question.draw(rng, rng.randint(1, 20), rng.randint(200, 400)) for _ in range(NUM_STREAMS)]
+    questions = [
+        Question.draw(rng, rng.randint(1, 20), rng.randint(200, 400), stack.context) for _ in range(NUM_STREAMS)
+    ]
     undisturbed = [Answer(question) for question in questions]
     await asyncio.gather(*(listen(stack.client, answer) for answer in undisturbed))
     recomputed_before = await stack.metric("corolla_recomputed_tokens_total")

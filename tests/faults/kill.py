@@ -15,9 +15,9 @@ MAX_STALL_S = 2.0
 
 
 async def kill(stack: RunningStack, rng: random.Random, runs: range, max_streams: int = 4) -> int:
-    """Each run has 1 to `max_streams` streams of up to 256 tokens of context, and one killed server."""
+    """Each run has 1 to `max_streams` streams, of up to 256 tokens or behind `stack.context`, and one killed server."""
     figures = Figures()
-    repertoire = Repertoire(stack.client)
+    repertoire = Repertoire(stack.client, stack.context)
     for number in runs:
         figures.num_runs += 1
         await _run(stack, rng, figures, repertoire, number % len(stack.spans), max_streams)

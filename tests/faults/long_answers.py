@@ -21,7 +21,10 @@ class LongRepertoire:
 
     def __init__(self, stack: RunningStack, rng: random.Random) -> None:
         self.stack = stack
-        self._undisturbed = {Question.draw(rng, 4, _MAX_TOKENS): list[int]() for _ in range(_NUM_QUESTIONS)}
+        self._max_tokens = _MAX_TOKENS - stack.context
+        self._undisturbed = {
+            Question.draw(rng, 4, self._max_tokens, stack.context): list[int]() for _ in range(_NUM_QUESTIONS)
+        }
 
     def draw(self, rng: random.Random, num_questions: int) -> list[Question]:
         return rng.sample(list(self._undisturbed), num_questions)
@@ -30,7 +33,7 @@ class LongRepertoire:
         """The first tokens of the answer. Nothing may be broken meanwhile."""
         if len(self._undisturbed[question]) < num_tokens:
             # This answer is longer than needed, so that it also serves later ones with a few tokens more.
-            longer = Question(question.prompt, min(_MAX_TOKENS, num_tokens * 5 // 4), question.options)
+            longer = Question(question.prompt, min(self._max_tokens, num_tokens * 5 // 4), question.options)
             answer = Answer(longer)
             await listen(self.stack.client, answer)
             self._undisturbed[question] = answer.token_ids

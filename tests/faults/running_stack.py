@@ -44,13 +44,20 @@ class RunningStack:
 
     Attributes:
         outage_s: how long that stays away which is to come back.
+        context: how many tokens the prompts of some rows have; 0: a few words.
     """
 
     def __init__(
-        self, local: Stack, client: AsyncClient, ends: "queue.SimpleQueue[StackEvent]", outage_s: float
+        self,
+        local: Stack,
+        client: AsyncClient,
+        ends: "queue.SimpleQueue[StackEvent]",
+        outage_s: float,
+        context: int = 0,
     ) -> None:
         self.local = local
         self.outage_s = outage_s
+        self.context = context
         self.client = client
         self._ends = ends
         self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
@@ -209,6 +216,7 @@ async def start_stack(
     environment: Mapping[str, str] | None = None,
     *,
     outage_s: float = 60.0,
+    context: int = 0,
     is_secure: bool = True,
 ) -> AsyncIterator[RunningStack]:
     """A stack that is ready; "tiny" is a random model of six blocks."""
@@ -227,7 +235,7 @@ async def start_stack(
         await asyncio.to_thread(local.start, lambda event: ends.put(event) if event.kind == "problem" else None)
         try:
             async with AsyncClient(local.client_address) as client:
-                stack = RunningStack(local, client, ends, outage_s)
+                stack = RunningStack(local, client, ends, outage_s, context)
                 await stack.until_whole()
                 yield stack
         finally:

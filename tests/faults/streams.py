@@ -18,24 +18,36 @@ from tests.faults.figures import Figures
 from tests.faults.pauses import PAUSES
 from tests.faults.running_stack import shuffled_words
 
+_TOKEN_IDS: Final = range(16, 256)
+"""Every model that is tried has them, as tokens of texts."""
+
 
 @dataclass(frozen=True)
 class Question:
-    """A request whose answer is always the same."""
+    """A request whose answer is always the same.
 
-    prompt: str
+    Attributes:
+        prompt: a text, or the ids of its tokens.
+    """
+
+    prompt: str | tuple[int, ...]
     max_tokens: int
     options: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def draw(cls, rng: random.Random, num_words: int, max_tokens: int) -> "Question":
-        """Greedy or sampled with a seed, also with penalties and log probabilities, with draft tokens or without."""
+    def draw(cls, rng: random.Random, num_words: int, max_tokens: int, context: int = 0) -> "Question":
+        """Greedy or sampled with a seed, also with penalties and log probabilities, with draft tokens or without.
+
+        Args:
+            context: the number of the prompt's tokens; 0: the prompt has `num_words` words.
+        """
         sampled = {"temperature": 1.0, "top_p": 0.95, "seed": rng.randrange(1 << 30)}
         penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
         options: dict[str, Any] = rng.choice(({}, sampled, {**sampled, **penalties, "logprobs": 2}))
         if rng.random() < 0.3:
             options = {**options, "speculation": "prompt_lookup"}
-        return cls(shuffled_words(rng, num_words), max_tokens, tuple(options.items()))
+        prompt = tuple(rng.choices(_TOKEN_IDS, k=context)) if context else shuffled_words(rng, num_words)
+        return cls(prompt, max_tokens, tuple(options.items()))
 
     def arguments(self) -> dict[str, Any]:
         return {"max_tokens": self.max_tokens, "ignore_eos": True, **dict(self.options)}
@@ -102,8 +114,9 @@ class Repertoire:
 
     _SHARE_OF_NEW: Final = 0.4
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, context: int = 0) -> None:
         self._client = client
+        self._context = context
         self._undisturbed: dict[Question, Answer] = {}
 
     def draw(self, rng: random.Random, num_words: int, max_tokens: int) -> Question:
@@ -111,7 +124,7 @@ class Repertoire:
         known = list(self._undisturbed)
         if known and rng.random() > self._SHARE_OF_NEW:
             return rng.choice(known)
-        return Question.draw(rng, num_words, max_tokens)
+        return Question.draw(rng, num_words, max_tokens, self._context)
 
     async def undisturbed(self, questions: Sequence[Question]) -> list[Answer]:
         """Their answers. Nothing may be broken meanwhile."""
