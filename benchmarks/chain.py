@@ -35,6 +35,7 @@ class Chain:
         num_threads: torch threads of each process.
         environment: settings of all processes.
         restarts: whether a process that dies is started again.
+        is_secure: whether all connections are encrypted by mutual TLS. What Corolla is measured against does not.
         logs: the folder for the log files of all processes; None: they are not kept.
         patience_s: how many seconds `run` may take; None: as long as it likes.
 
@@ -53,6 +54,7 @@ class Chain:
         blocks: str = "",
         environment: Mapping[str, str] | None = None,
         restarts: bool = True,
+        is_secure: bool = False,
         logs: Path | None = None,
         patience_s: float | None = None,
     ) -> None:
@@ -63,8 +65,7 @@ class Chain:
         logs = logs or Path(self._exits.enter_context(tempfile.TemporaryDirectory()))
         self._stack = Stack(
             StackOptions(
-                # What they are measured against shows no certificates.
-                is_secure=False,
+                is_secure=is_secure,
                 model=str(model), num_servers=num_servers, blocks=blocks, dtype=dtype, quantization=quantization,
                 num_threads=num_threads, log_folder=logs, environment=environment or {}, restarts=restarts,
                 device=(environment or {}).get("COROLLA_DEVICE", "cpu"),
