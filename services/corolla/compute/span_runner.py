@@ -19,6 +19,7 @@ from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.fused_blocks import FusedBlocks
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.reference import FamilyBlocks, FamilyRows, tell_factors
+from corolla.compute.single_rows import SingleRows, fits
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.families import pageless_layers, recurrent_layers
@@ -87,9 +88,9 @@ class SpanRunner:
         elif model.packs_rows:
             self.blocks = FamilyBlocks(model, self.stacks, is_exact=not is_fused)
         else:
-            self.blocks = FamilyRows(model, self.stacks)
+            self.blocks = (SingleRows if is_fused and fits(model) else FamilyRows)(model, self.stacks)
         probe = ShapeProbe()
-        if model.packs_rows and not model.family.past.caches_latents:
+        if not isinstance(self.blocks, FamilyRows) and not model.family.past.caches_latents:
             self._probe(probe)
         self.backend: AttentionBackend = choose_backend(
             attention, model.device, model.dtype, page_tokens, shapes=probe.shapes, codec=codec

@@ -61,6 +61,8 @@ class Past:
         cache_argument: the name of the cache among the arguments of the base model's forward.
         keeps_tokens: whether some blocks keep keys and values.
         keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
+        packs_singles: whether rows of one token each may be packed into one call where rows are otherwise computed one
+            by one; see `compute/single_rows`.
     """
 
     caches_latents: bool = False
@@ -68,6 +70,7 @@ class Past:
     cache_argument: str = "past_key_values"
     keeps_tokens: bool = True
     keeps_states: bool = False
+    packs_singles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +202,10 @@ _FAMILIES = (
         for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     ),
     Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True), read_weights=("kv_b_proj",)),
+    Family("olmo_hybrid", past=Past(keeps_states=True)),
     *(
-        Family(name, past=Past(keeps_states=True))
-        for name in ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+        Family(name, past=Past(keeps_states=True, packs_singles=True))
+        for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
     ),
     *(
         Family(name, norm="embedding_norm", past=Past(keeps_states=True))

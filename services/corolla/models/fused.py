@@ -432,7 +432,7 @@ class FusedLayer:
             query, key = torch.split(rotated, [self.num_heads, self.num_key_heads], dim=1)
             rotated = torch.cat((_normed_heads(self.query_norm, query), _normed_heads(self.key_norm, key)), dim=1)
         if self.rotary is not None and turn is not None:
-            rotated = _rotated(rotated, *turn, self.rotary.in_pairs)
+            rotated = rotate_heads(rotated, *turn, self.rotary.in_pairs)
         attended = attend(
             index,
             rotated.narrow(1, 0, self.num_heads),
@@ -474,8 +474,16 @@ def _normed_heads(norm: BlockNorm, heads: Tensor) -> Tensor:
     return norm(heads.reshape(len(heads), -1, norm.weight.shape[-1])).view(heads.shape)
 
 
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:
-    """Rotates the first numbers of heads, `[N, heads, head_dim]`, as many as `cos` and `sin` have."""
+def rotate_heads(heads: Tensor, cos: Tensor, sin: Tensor, in_pairs: bool) -> Tensor:
+    """Rotates the first numbers of heads, `[N, heads, head_dim]`, as many as the table has.
+
+    Args:
+        cos: `[N, 1, rotary size]`, the cosines of each token's position; `sin`: its signed sines; see `RotaryTable`.
+        in_pairs: whether neighbours are rotated together.
+
+    Returns:
+        `[N, heads, head_dim]` in the dtype of `heads`.
+    """
     size, head_dim = cos.shape[-1], heads.shape[-1]
     turning = heads if size == head_dim else heads.narrow(-1, 0, size)
     other = turning.view(*turning.shape[:-1], -1, 2).flip(-1).flatten(-2) if in_pairs else turning.roll(size // 2, -1)

@@ -120,10 +120,8 @@ class SpanModel:
         Args:
             products: how a CPU multiplies; see `product_rule.way_of`.
         """
-        layers = list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
-        if self.family.fused is not None and self.packs_rows and all(map(fits, layers)):
-            rotary = self._base.get_submodule("rotary_emb")
-            self.fused = FusedSpan.from_layers(layers, rotary, self.config, self.family, self.windows)
+        if self.family.fused is not None and self.packs_rows and all(map(fits, self.layers)):
+            self.fused = FusedSpan.from_layers(self.layers, self.rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
         choose_products(
             replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products
@@ -199,8 +197,18 @@ class SpanModel:
             kinds.setdefault((window, kind_of_layer(self._layer(index))), index)
         return tuple(kinds.values())
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The blocks, as the family's own modules."""
+        return list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
+
+    @property
+    def rotary(self) -> nn.Module:
+        """The family's rotary embedding."""
+        return self._base.get_submodule("rotary_emb")
+
     def _layer(self, index: int) -> nn.Module:
-        return cast(nn.ModuleList, self._base.get_submodule(self.family.layers))[index]
+        return self.layers[index]
 
     def set_attention(self, implementation: str) -> None:
         """Sets the attention function of all layers; `implementation` is a key of transformers' AttentionInterface."""
