@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, cycle, islice, pairwise
 from typing import Final
 
 import httpx2
@@ -18,41 +21,65 @@ GREEDY: Final = [each for each in golden_answers() if not each.sampling and len(
 """Short questions, answered by always taking the likeliest token."""
 
 
-NUM_DISTURBED_TOKENS: Final = 3 * NUM_NEW_TOKENS
-"""So many tokens take longer than a pod takes to leave, on fast machines, too: it may go on for two seconds."""
+NUM_LONG_TOKENS: Final = 4000
+NUM_DISTURBED_TOKENS: Final = 2 * NUM_NEW_TOKENS
+"""So many tokens behind a long text take longer than a pod takes to leave: it may go on for two seconds."""
 
-_undisturbed: Final[dict[str, list[int]]] = {}
+
+@dataclass
+class Streamed:
+    """An answer as its tokens came.
+
+    Attributes:
+        waits_s: how long each chunk of tokens was waited for after the disturbance, in order.
+    """
+
+    token_ids: list[int]
+    num_recoveries: int
+    waits_s: list[float]
 
 
 def answer_of(address: str, golden: GoldenAnswer) -> tuple[list[int], int]:
     """The streamed token ids, and how many recoveries it took."""
-    return _streamed(address, golden, len(golden.token_ids))
+    streamed = _streamed(address, golden.prompt_ids, len(golden.token_ids))
+    return streamed.token_ids, streamed.num_recoveries
 
 
-def recoveries_of(address: str, golden: GoldenAnswer, disturb: Callable[[], None]) -> int:
-    """How many recoveries a long answer took whose tokens are right; `disturb` runs when its first tokens are there."""
-    if golden.name not in _undisturbed:
-        _undisturbed[golden.name], _ = _streamed(address, golden, NUM_DISTURBED_TOKENS)
-    expected = _undisturbed[golden.name]
-    assert expected[: len(golden.token_ids)] == golden.token_ids
-    token_ids, num_recoveries = _streamed(address, golden, NUM_DISTURBED_TOKENS, disturb)
-    assert token_ids == expected
-    return num_recoveries
+def disturbed(address: str, disturb: Callable[[], None]) -> Streamed:
+    """An answer behind a long text, whose tokens are right; `disturb` runs when its first tokens are there."""
+    expected = _undisturbed(address)
+    streamed = _streamed(address, _long_text(), NUM_DISTURBED_TOKENS, disturb)
+    assert streamed.token_ids == expected
+    return streamed
+
+
+@cache
+def _long_text() -> list[int]:
+    """The known prompts, again and again."""
+    return list(islice(cycle(chain.from_iterable(each.prompt_ids for each in golden_answers())), NUM_LONG_TOKENS))
+
+
+@cache
+def _undisturbed(address: str) -> list[int]:
+    return _streamed(address, _long_text(), NUM_DISTURBED_TOKENS).token_ids
 
 
 def _streamed(
-    address: str, golden: GoldenAnswer, max_tokens: int, disturb: Callable[[], None] | None = None
-) -> tuple[list[int], int]:
+    address: str, prompt_ids: list[int], max_tokens: int, disturb: Callable[[], None] | None = None
+) -> Streamed:
     token_ids: list[int] = []
+    arrived_s: list[float] = []
     with Client(address, timeout=600) as client:
-        stream = client.stream(golden.prompt_ids, max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        stream = client.stream(prompt_ids, max_tokens=max_tokens, temperature=0, ignore_eos=True)
         for chunk in stream:
             token_ids += chunk.token_ids
             if disturb is not None:
                 disturb()
                 disturb = None
+            arrived_s.append(time.monotonic())
         assert stream.usage is not None
-        return token_ids, stream.usage.recoveries
+    waits_s = [after - before for before, after in pairwise(arrived_s)]
+    return Streamed(token_ids, stream.usage.recoveries, waits_s)
 
 
 def answer_over_http(address: str, golden: GoldenAnswer) -> list[int]:

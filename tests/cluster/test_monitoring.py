@@ -11,7 +11,7 @@ import pytest
 
 from tests.charts.test_monitoring import ALERTS, queries
 from tests.cluster import release
-from tests.cluster.asking import GREEDY, answer_of, answer_over_http, recoveries_of
+from tests.cluster.asking import GREEDY, answer_of, answer_over_http, disturbed
 from tests.cluster.prometheus import Prometheus, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -33,7 +33,7 @@ def prometheus(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     if shutil.which("prometheus") is None:
         pytest.fail("prometheus is not on PATH: apt-get install prometheus, or take it from prometheus.io")
     # One recovery, so that its panels have something to show.
-    recoveries_of(address, GREEDY[1], lambda: release.kill(release.serving_pod("back")))
+    disturbed(address, lambda: release.kill(release.serving_pod("back")))
     release.wait_until_whole()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -9,7 +9,7 @@ import pytest
 from corolla.v1 import router_pb2 as pb
 from corolla.v1 import router_pb2_grpc
 from tests.cluster import release
-from tests.cluster.asking import GREEDY, recoveries_of
+from tests.cluster.asking import disturbed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -109,7 +109,7 @@ def test_a_deleted_pod_leaves_the_chains_at_once_and_its_handover_gives_an_event
             leaving = (pb.SERVER_STATE_DRAINING, 0)
             release.wait_for(lambda: state_of(router, identities, uid) in leaving, 15, "chains still name it")
 
-    recoveries_of(address, GREEDY[1], delete)
+    disturbed(address, delete)
     release.wait_for(
         lambda: deleted[0] in [each["involvedObject"]["name"] for each in release.events("SessionsHandedOver")],
         60,

@@ -39,7 +39,8 @@ class StandbyMetrics:
         )
         self.hits = counter(
             "corolla_standby_hits",
-            "Tokens that sessions found on this server when it took the place of a hop, as that hop's standby.",
+            "Tokens that sessions found on this server, their standby, when it took the place of a hop that was lost "
+            "or left.",
         )
 
     def observe(self, num_standbys: int, num_running: int, lags: Sequence[int]) -> None:

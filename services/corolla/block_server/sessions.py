@@ -40,7 +40,7 @@ class SessionTable(Generic[AnyCache]):
     Attributes:
         guarantees: the guaranteed pages of tenants.
         is_draining: whether new sessions are refused; held sessions may be reopened until they leave.
-        num_standby_tokens: how many tokens sessions have found here that were standbys when they were opened.
+        num_standby_tokens: how many tokens standbys have held here when their sessions came.
     """
 
     pool: PagePool
@@ -164,8 +164,9 @@ class SessionTable(Generic[AnyCache]):
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
-        if session.state is SessionState.STANDBY and event is SessionEvent.OPENED:
-            self._forget_unsent(session)
+        if session.state is SessionState.STANDBY:
+            if event is SessionEvent.OPENED:
+                self._forget_unsent(session)
             self.num_standby_tokens += cache.num_tokens
         cache.allocate(request.max_tokens, request.text)
         if session.request.client_id != request.client_id:
