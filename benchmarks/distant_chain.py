@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any, Self, cast
 
 from benchmarks.chain import Chain
-from corolla.local.processes import LOOPBACK
+from corolla.local.options import LOOPBACK
 from corolla.sdk.results import Generation
 
 # Block servers say that they live here, where only the relay does; so every byte to and from them passes through it.

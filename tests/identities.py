@@ -79,7 +79,8 @@ class Identities:
 
     def revoke_certificates(self, *certificates: bytes) -> None:
         """Every workload learns that these, in PEM, count no longer."""
-        revoked = self.authority.revocations(certificates)
+        loaded = map(x509.load_pem_x509_certificate, certificates)
+        revoked = self.authority.revocations([each.serial_number for each in loaded])
         for folder in self._issued:
             write_private(folder / REVOCATIONS_FILE, revoked)
 

@@ -20,6 +20,7 @@ from corolla.chassis.settings import PREFIX, ServiceSettings
 from corolla.client.metrics import ClientMetrics
 from corolla.client.settings import ClientSettings
 from corolla.http.metrics import HttpMetrics
+from corolla.issuer.settings import IssuerSettings
 from corolla.models.families import FAMILIES, UNSERVED
 from corolla.models.wrappers import ALIASES
 from corolla.router.metrics import RouterMetrics
@@ -28,6 +29,7 @@ from corolla.router.settings import RouterSettings
 SERVICES: dict[str, tuple[type[BaseSettings], Callable[[CollectorRegistry], object]]] = {
     "Block server": (BlockServerSettings, BlockServerMetrics),
     "Router": (RouterSettings, RouterMetrics),
+    "Issuer": (IssuerSettings, lambda registry: None),
     "Client service": (
         ClientSettings,
         lambda registry: (ClientMetrics(registry), HttpMetrics(registry, RpcMetrics(CollectorRegistry()))),
@@ -79,6 +81,8 @@ def metrics() -> Iterator[str]:
 def _metrics_table(title: str, collectors: Callable[[CollectorRegistry], object]) -> Iterator[str]:
     registry = CollectorRegistry()
     collectors(registry)
+    if not registry._collector_to_names:
+        return
     yield from ("", f"## {title}", "", "| metric | type | labels | meaning |", "| --- | --- | --- | --- |")
     collector: Any
     for collector in registry._collector_to_names:

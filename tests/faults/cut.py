@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from urllib.parse import urlsplit
 
-from corolla.local.processes import LOOPBACK, ManagedProcess
+from corolla.local.options import LOOPBACK
+from corolla.local.processes import ManagedProcess
 from tests.faults.figures import Figures, say
 from tests.faults.long_answers import LongAnswers, LongRepertoire
 from tests.faults.pauses import PAUSES

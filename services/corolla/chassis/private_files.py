@@ -1,8 +1,10 @@
-"""Writes and locks files that hold secrets."""
+"""Writes and locks files that hold secrets, and makes folders for them."""
 
+import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,3 +44,23 @@ def changing(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def make_private_folder(folder: Path) -> None:
+    """Makes a folder that only its owner may read, unless there is one.
+
+    Raises:
+        OSError: The folder cannot be made, or PermissionError: others can read or write it, or own it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder):
+        raise PermissionError(errno.EACCES, "other users can read or write the folder", str(folder))
+
+
+def is_private(folder: Path) -> bool:
+    """The folder belongs to this user alone. If it lies in a shared one, another user may have created it."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

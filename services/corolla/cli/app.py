@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from corolla.cli import adapter_commands, ask_commands, kernel_commands, key_commands, service_commands, stack_commands
+from corolla.cli import (
+    adapter_commands,
+    ask_commands,
+    kernel_commands,
+    key_commands,
+    service_commands,
+    stack_commands,
+    token_commands,
+)
 from corolla.cli.interruption import EXIT_INTERRUPTED, INTERRUPTED
 
 EXIT_FAILED = 1
@@ -24,17 +32,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for panel, epilog, commands in (
-    ("Run a whole stack", None, (stack_commands.up, stack_commands.demo, stack_commands.plan)),
+    ("Run a whole stack", None, (stack_commands.up, stack_commands.join, stack_commands.demo, stack_commands.plan)),
     ("Ask a model", None, (ask_commands.generate, ask_commands.chat, ask_commands.status, ask_commands.bench)),
     (
         "Run one service", service_commands.REST,
         (service_commands.router, service_commands.block_server, service_commands.client),
     ),
-    ("Run one service", None, (service_commands.drain,)),
+    ("Run one service", None, (service_commands.issuer, service_commands.drain)),
 ):  # fmt: skip
     for command in commands:
         app.command(rich_help_panel=panel, epilog=epilog)(command)
-for group in (key_commands.keys, kernel_commands.kernels, adapter_commands.adapters):
+for group in (key_commands.keys, token_commands.tokens, kernel_commands.kernels, adapter_commands.adapters):
     app.add_typer(group, rich_help_panel="More")
 
 

@@ -93,6 +93,23 @@ def client(
     return _run(context.params, "corolla.client.settings.ClientSettings", "corolla.client.__main__")
 
 
+def issuer(
+    context: typer.Context,
+    port: Port = None,
+    host: Host = None,
+    authority_dir: Annotated[str | None, _option("Folder with the authority and the register of machines.")] = None,
+    router: Router = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    metrics_port: MetricsPort = None,
+    log_level: LogLevel = None,
+    settings: Settings = False,
+) -> int:
+    """Runs an issuer: it signs certificates for machines that join by a token."""
+    return _run(context.params, "corolla.issuer.settings.IssuerSettings", "corolla.issuer.service")
+
+
 def drain(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The block server, with its COROLLA_ADMIN_PORT.")],
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait until it has ended.")] = 60.0,

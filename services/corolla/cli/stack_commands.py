@@ -1,7 +1,7 @@
-"""Commands for a whole stack: up and demo run one on this machine, plan says what one on GPUs needs."""
+"""Commands for a whole stack: up and demo run one, join adds a machine to one, plan says what one on GPUs needs."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,6 +15,14 @@ Threads = Annotated[
     int | None,
     typer.Option(min=1, max=1024, show_default="all cores, at most 8", help="Torch threads of each process."),
 ]
+StateFolder = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder where a shared stack keeps its authority; the user's own if not given.", show_default=False
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")]
 LogFolder = Annotated[
     Path | None, typer.Option(help="Folder for the log files; a new one if not given.", show_default=False)
 ]
@@ -68,15 +76,33 @@ def up(
     ] = "cpu",
     quantization: Annotated[QuantizationName, typer.Option(help="Quantisation of the weights.")] = "none",
     threads: Threads = None,
+    share: Annotated[bool, typer.Option("--share", help="Let other machines join, by corolla join.")] = False,
+    share_host: Annotated[
+        str | None,
+        typer.Option(help="Address by which other machines reach this one.", show_default="of the default route"),
+    ] = None,
+    issuer_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port where machines join.", show_default="50054, or a free one"),
+    ] = None,
+    state_folder: StateFolder = None,
     log_folder: LogFolder = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
+    verbose: Verbose = False,
+    json: Json = False,
 ) -> int:
     """Starts Redis, router, block servers and client service, and runs them until Ctrl-C."""
     from corolla.cli.up import run_up
     from corolla.local.log_files import new_log_folder
     from corolla.local.options import StackOptions
 
+    shared: dict[str, Any] = {}
+    if share or share_host is not None:
+        from corolla.cli.join import shared_folder, shared_host
+
+        shared = {
+            "shared_host": shared_host(share_host), "state_folder": shared_folder(state_folder),
+            "issuer_port": issuer_port,
+        }  # fmt: skip
     if blocks not in ("", "auto") and servers is not None and servers != blocks.count(",") + 1:
         raise typer.BadParameter(f"--servers {servers} contradicts the number of spans in --blocks")
     options = StackOptions(
@@ -84,8 +110,48 @@ def up(
         host=host, redis_url=redis_url, dtype=None if dtype is None else full_dtype_name(dtype), device=device,
         quantization=quantization, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder(),
         environment={} if served_model_name is None else {"COROLLA_SERVED_MODEL_NAME": served_model_name},
+        **shared,
     )  # fmt: skip
     return run_up(options, verbose=verbose, as_json=json)
+
+
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where `corolla up --share` lets machines join.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The stack's model on this machine.", show_default="as there")
+    ] = None,
+    blocks: Annotated[str, typer.Option(help="start:end, or auto, to let the router choose.")] = "auto",
+    capacity_blocks: Annotated[
+        int, typer.Option(min=0, help="The most blocks to hold, with --blocks auto.", show_default="all")
+    ] = 0,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port for other servers.", show_default="50052, or a free one")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address by which the others reach this machine.", show_default="of the route to HOST"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(envvar="COROLLA_DEVICE", help="cpu, cuda or cuda:1.", show_envvar=False)
+    ] = "cpu",
+    threads: Threads = None,
+    log_folder: LogFolder = None,
+    verbose: Verbose = False,
+    json: Json = False,
+) -> int:
+    """Joins a stack of another machine with a block server, until Ctrl-C; asks for the token, or reads it.
+
+    The token may also come on standard input, or in the file that COROLLA_JOIN_TOKEN_FILE names. A machine that has
+    joined before needs none.
+    """
+    from corolla.cli.join import JoinOptions, run_join
+    from corolla.local.log_files import new_log_folder
+
+    options = JoinOptions(
+        address=address, model=model, blocks=blocks, capacity_blocks=capacity_blocks, port=port, host=host,
+        device=device, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder(),
+    )  # fmt: skip
+    return run_join(options, verbose=verbose, as_json=json)
 
 
 def demo(

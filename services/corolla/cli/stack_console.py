@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from corolla.cli.placement_table import placement_facts, placement_table
-from corolla.local.stack import Stack, StackEvent
+from corolla.local.processes import ManagedProcess
+from corolla.local.stack import StackEvent
 from corolla.v1 import router_pb2
 
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green", "bright_cyan", "bright_magenta", "bright_blue")
@@ -52,14 +54,14 @@ class StackConsole:
         line = Text.assemble((f"{source:>{_NAME_WIDTH}} ", colour), ("| ", "dim"), (text, style))
         self.console.print(line, soft_wrap=True)
 
-    def log_lines(self, stack: Stack) -> None:
+    def log_lines(self, processes: Iterable[ManagedProcess]) -> None:
         """Prints what the processes logged since the last call: warnings and errors, or everything if verbose.
 
         With `as_json`, it prints nothing.
         """
         if self._as_json:
             return
-        for process in stack.processes:
+        for process in processes:
             for text in process.log.new_lines():
                 # Redis warns about settings of the machine that do not matter here.
                 is_important = process.name != "redis" and _IMPORTANT.search(text)

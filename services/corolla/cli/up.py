@@ -7,8 +7,8 @@ from corolla.chassis.errors import StartupError
 from corolla.cli.advice import command_name
 from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.stack_console import StackConsole
-from corolla.local.options import StackOptions
-from corolla.local.processes import LOOPBACK
+from corolla.issuer.register_file import RegisterFile
+from corolla.local.options import LOOPBACK, StackOptions
 from corolla.local.stack import Stack
 
 EXIT_REFUSED = 2
@@ -37,7 +37,7 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
             _say_what_to_try(view, stack, as_json=as_json)
             with view.live():
                 while True:
-                    view.log_lines(stack)
+                    view.log_lines(stack.processes)
                     view.placement(stack.placement())
                     time.sleep(_REFRESH_S)
         except Interrupted:
@@ -76,6 +76,7 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
             page=stack.page_url,
             metrics={process.name: url for process, url in stack.metrics_urls},
             router=stack.router_address,
+            **({"join": stack.join_address} if stack.join_address else {}),
             log_folder=str(stack.options.log_folder),
             processes=pids,
             start_seconds=stack.start_s,
@@ -92,4 +93,7 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
         f"{corolla} status --router {stack.router_address}",
     ):
         view.line("try", command, "bold")
+    if stack.options.state_folder is not None:
+        token = RegisterFile(stack.options.state_folder).new_token()
+        view.line("stack", f"others join by:  corolla join {stack.join_address}      token: {token.written}", "bold")
     view.line("stack", "Ctrl-C stops it")

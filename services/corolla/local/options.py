@@ -12,6 +12,8 @@ from corolla.chassis.weight_formats import default_dtype
 DEFAULT_ROUTER_PORT = 50050
 DEFAULT_CLIENT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
+DEFAULT_ISSUER_PORT = 50054
+LOOPBACK = "127.0.0.1"
 _DEFAULT_SERVERS = 2
 
 
@@ -37,6 +39,10 @@ class StackOptions:
         num_threads: the number of torch threads of each process.
         log_folder: the folder in which each process gets its log file.
         environment: more variables for all processes, such as `COROLLA_LEASE_MS`.
+        shared_host: the address by which other machines reach this one, where router, issuer and block servers listen
+            on all addresses; empty: the stack is of this machine only.
+        issuer_port: the port of the issuer of a shared stack, likewise.
+        state_folder: the folder where a shared stack keeps its authority and Redis; only the user may read it.
         is_secure: whether processes show each other certificates, and Redis asks for a password.
         restarts: whether a process that dies is started again.
         start_timeout_s: how many seconds the start may take after the model has been found.
@@ -57,6 +63,9 @@ class StackOptions:
     num_threads: int = 1
     log_folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    shared_host: str = ""
+    issuer_port: int | None = 0
+    state_folder: Path | None = None
     is_secure: bool = True
     restarts: bool = True
     start_timeout_s: float = 180.0
@@ -70,6 +79,11 @@ class StackOptions:
     def dtype_name(self) -> str:
         """The full name of the dtype."""
         return self.dtype or default_dtype(self.device)
+
+    @property
+    def private_host(self) -> str:
+        """The address on which the processes listen that only other processes of the stack call."""
+        return "0.0.0.0" if self.shared_host else LOOPBACK  # noqa: S104 - certificates guard them
 
     @property
     def devices_are_counted(self) -> bool:

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from corolla.chassis.processors import OPENMP_WAITING, available_cores, is_cpu
 from corolla.local.log_files import LogFile
-from corolla.local.options import StackOptions
+from corolla.local.options import LOOPBACK, StackOptions
 from corolla.local.ports import Ports
 from corolla.trust.workload import Role
 
-LOOPBACK = "127.0.0.1"
 _OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HTTP_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
 SERVICE_MODULE = "corolla.cli.app"
 _SHARED_KV_CACHE_MIB = 1024
@@ -66,7 +65,8 @@ class ManagedProcess:
         """The role in the process's certificate; None for Redis, which has no certificate."""
         if self.is_block_server:
             return Role.BLOCK
-        return next((role for role in (Role.CLIENT, Role.ROUTER) if self.name.startswith(role.value)), None)
+        roles = (Role.CLIENT, Role.ROUTER, Role.ISSUER)
+        return next((role for role in roles if self.name.startswith(role.value)), None)
 
     @property
     def is_block_server(self) -> bool:
@@ -78,11 +78,26 @@ def redis_process(folder: Path, address: str, configuration: Path) -> ManagedPro
     return ManagedProcess("redis", "corolla.local.redis_server", (str(configuration),), address, log)
 
 
-def router_process(folder: Path, port: int, metrics_port: int) -> ManagedProcess:
+def router_process(options: StackOptions, port: int, metrics_port: int) -> ManagedProcess:
     # The address of Redis may contain a password, so it is passed in the environment, not as an argument.
-    arguments = ("router", "--port", str(port), "--host", LOOPBACK, "--metrics-port", str(metrics_port))
-    log = LogFile(folder / "router.log")
+    arguments = ("router", "--port", str(port), "--host", options.private_host, "--metrics-port", str(metrics_port))
+    log = LogFile(options.log_folder / "router.log")
     return ManagedProcess("router", SERVICE_MODULE, arguments, f"{LOOPBACK}:{port}", log, metrics_port=metrics_port)
+
+
+def issuer_process(
+    options: StackOptions, state_folder: Path, port: int, router_port: int, metrics_port: int
+) -> ManagedProcess:
+    """The issuer, which tells machines that join about the router and the model."""
+    folder = Path(options.model).expanduser()
+    arguments = ["issuer", "--authority-dir", str(state_folder), "--router", f"{options.shared_host}:{router_port}"]
+    arguments += ["--host", options.private_host, "--port", str(port), "--metrics-port", str(metrics_port)]
+    arguments += ["--model", str(folder.resolve()) if folder.exists() else options.model]
+    arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization]
+    log = LogFile(options.log_folder / "issuer.log")
+    return ManagedProcess(
+        "issuer", SERVICE_MODULE, tuple(arguments), f"{LOOPBACK}:{port}", log, metrics_port=metrics_port
+    )
 
 
 def block_server_process(
@@ -94,22 +109,26 @@ def block_server_process(
     *,
     device: str = "cpu",
     shares_device: bool = False,
+    port: int | None = None,
 ) -> ManagedProcess:
     """A block server.
 
     Args:
+        port: the port of its data plane, which `ports` has handed out; None: any free one.
         device: its torch device.
         shares_device: whether other block servers compute on the same GPU. Then it must not take all of the memory.
     """
-    port, control_port, metrics_port = ports.free(), ports.free(), ports.free()
+    host = options.private_host
+    control_port, metrics_port = ports.free(host=host), ports.free()
+    port = port or ports.free(host=host)
     name = f"server-{number}"
-    arguments = ["block-server", "--model", options.model, "--blocks", blocks, "--host", LOOPBACK]
+    arguments = ["block-server", "--model", options.model, "--blocks", blocks, "--host", host]
     arguments += ["--port", str(port), "--control-port", str(control_port), "--metrics-port", str(metrics_port)]
     arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization, "--device", device]
     arguments += ["--threads", str(options.num_threads)]
     if shares_device and not {"COROLLA_KV_CACHE_MIB"} & {*os.environ, *options.environment}:
         arguments += ["--kv-cache-mib", str(_SHARED_KV_CACHE_MIB)]
-    if blocks == "auto":
+    if blocks == "auto" and capacity_blocks:
         arguments += ["--capacity-blocks", str(capacity_blocks)]
     log = LogFile(options.log_folder / f"{name}.log")
     return ManagedProcess(
@@ -143,7 +162,7 @@ def child_environment(options: StackOptions, router: str, redis_url: str) -> dic
         "PYTHONUNBUFFERED": "1",
         "COROLLA_ROUTER": router,
         "COROLLA_REDIS_URL": redis_url,
-        "COROLLA_ADVERTISED_HOST": LOOPBACK,
+        "COROLLA_ADVERTISED_HOST": options.shared_host or LOOPBACK,
         "COROLLA_KUBERNETES": "off",
         "COROLLA_METRICS_HOST": LOOPBACK,
         "COROLLA_METRICS_PORT": "0",

@@ -25,10 +25,15 @@ class Probe:
     """Asks one gRPC service for its health and, if it is the router, for the placement."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._address = address
+        self.open(credentials)
+
+    def open(self, credentials: grpc.ChannelCredentials | None) -> None:
+        """Opens a channel, which takes the place of the one that the probe has; running calls end on that one."""
         self._channel = (
-            grpc.secure_channel(address, credentials, options=_OPTIONS)
+            grpc.secure_channel(self._address, credentials, options=_OPTIONS)
             if credentials is not None
-            else grpc.insecure_channel(address, options=_OPTIONS)
+            else grpc.insecure_channel(self._address, options=_OPTIONS)
         )
 
     def is_serving(self) -> bool:

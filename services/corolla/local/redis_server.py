@@ -1,4 +1,4 @@
-"""Starts the stack's own Redis server, which keeps everything in memory."""
+"""Starts the stack's own Redis server."""
 
 import os
 import secrets
@@ -32,18 +32,21 @@ def find_redis_server() -> Path:
     )
 
 
-def write_configuration(path: Path, folder: Path, port: int = 0) -> str:
-    """Writes the configuration of a Redis that keeps everything in memory. Returns the URL of that Redis.
+def write_configuration(path: Path, folder: Path, port: int = 0, *, is_kept: bool = False) -> str:
+    """Writes the configuration of a Redis. Returns the URL of that Redis.
 
     Args:
         path: the configuration file, which only its owner can read.
+        folder: the folder of Redis's own files.
+        is_kept: whether Redis writes what it holds to that folder, and reads it when it starts again; else it keeps
+            everything in memory.
         port: the port on the loopback address, where Redis serves all users of this machine without a password; 0:
             Redis listens on a Unix socket next to `path`, and asks for a password.
 
     Raises:
         StartupError: the file cannot be written.
     """
-    lines = [f'dir "{folder.resolve()}"', "daemonize no", 'save ""', "appendonly no"]
+    lines = [f'dir "{folder.resolve()}"', "daemonize no", 'save ""', f"appendonly {'yes' if is_kept else 'no'}"]
     if port:
         lines += [f"bind {_HOST}", f"port {port}"]
         url = f"redis://{_HOST}:{port}/0"

@@ -1,5 +1,6 @@
 """Runs a whole stack as processes on this machine: Redis, router, block servers and client service."""
 
+import datetime
 import json
 import math
 import signal
@@ -21,13 +22,15 @@ from corolla.local.log_files import LogFile
 from corolla.local.options import (
     DEFAULT_CLIENT_PORT,
     DEFAULT_HTTP_PORT,
+    DEFAULT_ISSUER_PORT,
     DEFAULT_ROUTER_PORT,
+    LOOPBACK,
     StackOptions,
     server_blocks,
     server_devices,
 )
 from corolla.local.ports import Ports
-from corolla.local.processes import LOOPBACK, ManagedProcess
+from corolla.local.processes import ManagedProcess
 from corolla.local.redis_server import write_configuration
 from corolla.trust.loopback import VARIABLE
 from corolla.trust.workload import Role
@@ -41,7 +44,7 @@ _LOOK_INTERVAL_S = 0.2
 _MODULES_OF_FETCH = ("corolla.models.checkpoint",)
 _MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
 _MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
-_STOP_ORDER = (("client",), ("server",), ("router",), ("redis",))
+_STOP_ORDER = (("client",), ("server",), ("issuer", "router"), ("redis",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Stack:
         client_address: the `host:port` of the client service.
         http_address: the `host:port` of the client service's HTTP.
         router_address: the `host:port` of the router.
+        join_address: the `host:port` at which other machines join a shared stack; empty otherwise.
         redis_url: the address of the Redis that the stack uses.
         model_name: the name that the services give the model; known once `start` has returned.
         start_s: the seconds that each stage of `start` took.
@@ -86,6 +90,7 @@ class Stack:
         self.client_address = ""
         self.http_address = ""
         self.router_address = ""
+        self.join_address = ""
         self.redis_url = options.redis_url or ""
         self.model_name = ""
         self.start_s: dict[str, float] = {}
@@ -128,6 +133,13 @@ class Stack:
         """The id of the process "redis", "router", "client", "server-1" and so on; None while the process is dead."""
         return self._fork_server.pid(name) if self._fork_server else None
 
+    def renew_certificates(self) -> None:
+        """Replaces certificates that are due, also in the probes. Does nothing otherwise."""
+        if self._identities is not None and self._identities.renew(datetime.datetime.now(datetime.UTC)):
+            for process in self.processes:
+                if (probe := self._probes.get(process.name)) is not None:
+                    probe.open(self._credentials_for(process))
+
     def start(self, report: Report = ignore) -> None:
         """Starts the stack. Returns once every process serves and every block has a server.
 
@@ -142,6 +154,8 @@ class Stack:
             num_blocks, head_blocks, num_devices = self._prepare_model()
             prepared = time.perf_counter()
             self._start_data_plane(num_blocks, head_blocks, num_devices)
+            if self.join_address:
+                self._wait_until(partial(self.is_serving, "issuer"), "the issuer serves")
             self._wait_until(self._covered, "every block has a server")
             self._wait_until(lambda: readiness.knows_a_chain(self.client_address), "the client service knows a chain")
         except BaseException:
@@ -217,7 +231,7 @@ class Stack:
 
     def _choose_addresses(self) -> None:
         options, ports = self.options, self._ports
-        router_port = _choose(ports, options.router_port, DEFAULT_ROUTER_PORT, "router", LOOPBACK)
+        router_port = _choose(ports, options.router_port, DEFAULT_ROUTER_PORT, "router", options.private_host)
         client_port = _choose(ports, options.port, DEFAULT_CLIENT_PORT, "client service", options.host)
         http_port = _choose(ports, options.http_port, DEFAULT_HTTP_PORT, "client service's HTTP", options.host)
         self.router_address = f"{LOOPBACK}:{router_port}"
@@ -230,16 +244,24 @@ class Stack:
         planned = []
         private = options.log_folder
         if options.is_secure:
-            self._identities = StackIdentities(self.router_address)
+            self._identities = StackIdentities(self.router_address, options.shared_host, options.state_folder)
             private = self._identities.folder
         if not self.redis_url:
             configuration = private / "redis.conf"
             redis_port = 0 if options.is_secure else ports.free()
-            self.redis_url = write_configuration(configuration, options.log_folder, redis_port)
+            folder, is_kept = options.log_folder, options.state_folder is not None
+            if options.state_folder is not None:
+                folder = options.state_folder / "redis"
+                folder.mkdir(mode=0o700, exist_ok=True)
+            self.redis_url = write_configuration(configuration, folder, redis_port, is_kept=is_kept)
             address = f"{LOOPBACK}:{redis_port}" if redis_port else str(private)
             planned.append(processes.redis_process(options.log_folder, address, configuration))
-        self._router = processes.router_process(options.log_folder, router_port, ports.free())
+        self._router = processes.router_process(options, router_port, ports.free())
         planned.append(self._router)
+        if options.state_folder is not None:
+            port = _choose(ports, options.issuer_port, DEFAULT_ISSUER_PORT, "issuer", options.private_host)
+            self.join_address = f"{options.shared_host}:{port}"
+            planned.append(processes.issuer_process(options, options.state_folder, port, router_port, ports.free()))
         client = processes.client_process(options, client_port, http_port, ports.free())
         self.client_address = client.address
         self.http_address = f"{client.address.rpartition(':')[0]}:{http_port}"
@@ -419,6 +441,7 @@ class _Supervisor:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL_S):
+            self._stack.renew_certificates()
             for ended in self._stack.take_exits():
                 if (process := self._processes.get(ended.name)) is not None:
                     self._take_note(process, ended)

@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from corolla.chassis.errors import StartupError
+from corolla.chassis.private_files import is_private
 from corolla.trust.workload import Role
 
 VARIABLE: Final = "COROLLA_TLS_DIR"
@@ -24,7 +24,7 @@ def make_folder(router: str) -> Path:
     own, folder = _own_folder(), _folder_of(router)
     try:
         own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(own):
+        if not is_private(own):
             raise StartupError(
                 f"other users can read or write {own}; remove it, or set XDG_RUNTIME_DIR to a folder of your own"
             )
@@ -50,7 +50,7 @@ def tls_dir(router: str, role: Role, given: str | Path | None = None) -> Path | 
         return Path(named)
     host = router.rpartition(":")[0]
     folder = _folder_of(router)
-    is_left = host in _LOOPBACK and _is_private(_own_folder()) and _has_living_owner(folder)
+    is_left = host in _LOOPBACK and is_private(_own_folder()) and _has_living_owner(folder)
     return folder / role.value if is_left else None
 
 
@@ -72,12 +72,3 @@ def _has_living_owner(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
-
-
-def _is_private(folder: Path) -> bool:
-    """If the folder lies in a shared one, another user may have created it."""
-    try:
-        found = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077

@@ -20,6 +20,8 @@ class Role(Enum):
     """A user's own program, which sends steps through chains itself, for one tenant."""
     OPERATOR = "operator"
     """The command line, and programs that operate the services."""
+    ISSUER = "issuer"
+    """The process that signs certificates for machines that join; it calls no other process."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,98 @@
+"""Answers machines that join: what the authority is, and a certificate for those with a token or a known key."""
+
+import asyncio
+import datetime
+import secrets
+import time
+from typing import Final
+from urllib.parse import unquote
+
+from cryptography.hazmat.primitives import serialization
+
+from corolla.chassis.audit import Caller
+from corolla.chassis.errors import QueueFull, StartupError, StoreUnavailable, Unauthenticated
+from corolla.chassis.handlers import Call
+from corolla.issuer.attempts import Attempts
+from corolla.issuer.register import CERTIFICATE_LIFETIME_S, MachineRecord
+from corolla.issuer.register_file import RegisterFile
+from corolla.issuer.settings import IssuerSettings
+from corolla.trust.enrolment import checked_key
+from corolla.trust.join_token import MAX_TOKEN_CHARS, JoinToken
+from corolla.trust.workload import Workload
+from corolla.v1 import issuer_pb2 as pb
+
+MAX_REQUEST_BYTES: Final = 1024
+AUDITED: Final = frozenset({"IssuerService/Enrol"})
+_MOST_WAITING: Final = 64
+
+
+class IssuerServicer:
+    """Answers calls of IssuerService. Enrolments take turns, since each may change the register."""
+
+    def __init__(self, settings: IssuerSettings, file: RegisterFile) -> None:
+        self._settings = settings
+        self._file = file
+        self._attempts = Attempts()
+        self._turns = asyncio.Lock()
+        self._num_waiting = 0
+
+    async def GetTrust(self, request: pb.GetTrustRequest, call: Call[Caller]) -> pb.GetTrustResponse:
+        return pb.GetTrustResponse(authority=self._file.authority.certificate_pem, revocations=self._file.revocations())
+
+    async def Enrol(self, request: pb.EnrolRequest, call: Call[Caller]) -> pb.EnrolResponse:
+        address = _host(call.context.peer())
+        self._attempts.check(address, time.monotonic())
+        if self._num_waiting >= _MOST_WAITING:
+            raise QueueFull("too many machines enrol at the same time")
+        self._num_waiting += 1
+        try:
+            async with self._turns:
+                machine = await asyncio.to_thread(self._enrol, request)
+        except StartupError as failure:
+            raise StoreUnavailable(failure.message) from None
+        except (Unauthenticated, QueueFull):
+            self._attempts.refused(address, time.monotonic())
+            raise
+        finally:
+            self._num_waiting -= 1
+        settings = self._settings
+        call.describe(lambda: {"workload": str(self._workload(machine)), "machine": machine.id, "token": machine.token})
+        return pb.EnrolResponse(
+            certificate=machine.certificate.encode(), role=machine.role.value, router=settings.router,
+            model=settings.model, dtype=settings.dtype, quantization=settings.quantization,
+        )  # fmt: skip
+
+    def _enrol(self, request: pb.EnrolRequest) -> MachineRecord:
+        """Returns the machine with a certificate that has half of its life left."""
+        token = JoinToken.parse(request.token) if len(request.token) <= MAX_TOKEN_CHARS else None
+        now, register = int(time.time()), self._file.register()
+        # What costs least comes first: a stranger gets no signature verified.
+        if request.token:
+            if token is None or token.authority != self._file.authority.digest:
+                raise Unauthenticated("this is no token of this stack; copy it again, or ask for a new one")
+            register.checked(token, now)
+        elif register.known(request.public_key) is None:
+            raise Unauthenticated("this stack does not know the machine; join with a token: corolla tokens new")
+        key = checked_key(request, self._file.authority.digest)
+        machine = register.known(request.public_key)
+        if machine is not None and machine.is_fresh(now):
+            return machine
+        with self._file.changing() as changed:
+            # Another process may have changed the file meanwhile.
+            if token is not None:
+                machine = changed.accept(request.public_key, token, secrets.token_hex(8), now)
+            elif (machine := changed.known(request.public_key)) is None:
+                raise Unauthenticated("this stack does not know the machine any more; join with a token")
+            ends = datetime.datetime.fromtimestamp(now + CERTIFICATE_LIFETIME_S, datetime.UTC)
+            certificate = self._file.authority.sign(key, self._workload(machine), until=ends)
+            pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+            machine.signed(certificate.serial_number, now + CERTIFICATE_LIFETIME_S, pem, now)
+        return machine
+
+    def _workload(self, machine: MachineRecord) -> Workload:
+        return Workload(self._settings.trust_domain, machine.role, machine.name)
+
+
+def _host(peer: str) -> str:
+    """The address of a caller without its port, from what gRPC says, such as `ipv4:10.0.0.7:4711`."""
+    return unquote(peer).rpartition(":")[0]

@@ -1,0 +1,234 @@
+"""The issuer signs for machines with a token and for known keys; strangers, thieves and impostors get nothing."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from corolla.chassis.errors import (
+    CorollaError,
+    InvalidRequest,
+    MessageTooLarge,
+    QueueFull,
+    ServiceUnavailable,
+    StartupError,
+    Unauthenticated,
+)
+from corolla.chassis.settings import load
+from corolla.issuer.attempts import MOST_REFUSALS
+from corolla.issuer.register_file import RegisterFile
+from corolla.issuer.service import IssuerProcess
+from corolla.issuer.settings import IssuerSettings
+from corolla.local.issuer_client import IssuerClient
+from corolla.local.membership import Membership
+from corolla.sdk.transport import error_of
+from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
+from corolla.trust.credentials import CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE, workload_of_certificate
+from corolla.trust.enrolment import enrolment_request
+from corolla.trust.join_token import JoinToken
+from corolla.trust.workload import Role, Workload
+from corolla.v1 import issuer_pb2 as pb
+from corolla.v1.issuer_pb2_grpc import IssuerServiceStub
+from corolla.wire.network import Network
+
+
+class Place:
+    """A running issuer, and its state folder."""
+
+    def __init__(self, folder: Path, role: Role = Role.ISSUER) -> None:
+        self._folder = folder
+        self.state = folder / "state"
+        self.file = RegisterFile(self.state)
+        self.file.authority.issue(folder / "tls", Workload("local", role, "own"), ("127.0.0.1", "localhost"))
+        settings = load(
+            IssuerSettings, host="127.0.0.1", port=0, metrics_host="127.0.0.1", tls_dir=folder / "tls",
+            authority_dir=self.state, router="192.168.1.10:50050",
+        )  # fmt: skip
+        self.process = IssuerProcess(settings)
+        self.address = f"127.0.0.1:{self.process.port}"
+
+    def membership(self, name: str = "machine") -> Membership:
+        return Membership(self.address, self._folder / name)
+
+    async def client(self) -> IssuerClient:
+        return await asyncio.to_thread(IssuerClient.connect, self.address, self.file.authority.digest)
+
+    async def refused(self, token: JoinToken | None, kind: type[CorollaError] = Unauthenticated) -> str:
+        """Asks with a new key, which must be refused. Returns why."""
+        client = await self.client()
+        try:
+            with pytest.raises(kind) as refusal:
+                await asyncio.to_thread(client.enrol, new_key(), token)
+        finally:
+            client.close()
+        return refusal.value.message
+
+
+@pytest.fixture
+async def place(tmp_path: Path) -> AsyncIterator[Place]:
+    place = Place(tmp_path)
+    await place.process.start()
+    yield place
+    await place.process.stop()
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def forged(token: JoinToken, **changes: Any) -> JoinToken:
+    return JoinToken(**{"authority": token.authority, "id": token.id, "secret": token.secret, **changes})
+
+
+async def test_a_machine_joins_and_comes_back_without_its_token(place: Place) -> None:
+    token, machine = place.file.new_token(uses=1), place.membership()
+    answer = await asyncio.to_thread(machine.enrol, token)
+    own = workload_of_certificate(x509.load_pem_x509_certificate(answer.certificate))
+    assert own is not None
+    assert (own.trust_domain, own.role) == ("local", Role.BLOCK)
+    assert answer.router == "192.168.1.10:50050"
+    assert Network.from_folder(machine.folder).credentials is not None
+    again = place.membership()
+    assert again.exists
+    # The certificate has more than half of its life left, so it is the same; no use of the token is spent.
+    assert (await asyncio.to_thread(again.enrol)).certificate == answer.certificate
+    assert [each.uses for each in place.file.register().tokens] == [0]
+    for each in (machine, again):
+        each.close()
+
+
+async def test_tokens_that_are_replayed_tried_or_harvested_give_nothing(place: Place) -> None:
+    token = place.file.new_token(uses=1)
+    first = place.membership("first")
+    await asyncio.to_thread(first.enrol, token)
+    first.close()
+    assert "spent" in await place.refused(token)
+    unknown = await place.refused(forged(token, secret=bytes(32)))
+    assert unknown == await place.refused(forged(token, id="0" * 16))
+    # What lies in the state folder, but for the authority's key, opens nothing.
+    stored = place.file.register().tokens[0].sha256
+    assert unknown == await place.refused(forged(place.file.new_token(), secret=bytes.fromhex(stored)))
+    assert unknown == await place.refused(forged(token, secret=bytes.fromhex(stored)))
+
+
+async def test_a_key_that_is_unknown_or_not_ones_own_gets_nothing(place: Place) -> None:
+    machine = place.membership()
+    await asyncio.to_thread(machine.enrol, place.file.new_token())
+    machine.close()
+    assert "does not know the machine" in await place.refused(None)
+    certificate = x509.load_pem_x509_certificate((machine.folder / CERTIFICATE_FILE).read_bytes())
+    stolen = certificate.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    digest = place.file.authority.digest
+    requests = {
+        "another's public key": pb.EnrolRequest(
+            public_key=stolen, signature=enrolment_request(new_key(), digest).signature
+        ),
+        "a signature for another stack": enrolment_request(new_key(), bytes(32), place.file.new_token().written),
+        "a key that is no key": pb.EnrolRequest(
+            public_key=b"x" * 91, signature=b"x" * 64, token=place.file.new_token().written
+        ),
+        "a key on another curve": enrolment_request(
+            ec.generate_private_key(ec.SECP384R1()), digest, place.file.new_token().written
+        ),
+        "an RSA key": pb.EnrolRequest(
+            public_key=rsa.generate_private_key(65537, 1024)
+            .public_key()
+            .public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo),
+            signature=b"x",
+            token=place.file.new_token().written,
+        ),
+    }  # fmt: skip
+    for what, request in requests.items():
+        assert isinstance(await outcome(place, request), InvalidRequest), what
+    assert isinstance(await outcome(place, pb.EnrolRequest(token="x" * 512)), Unauthenticated)
+    assert isinstance(await outcome(place, pb.EnrolRequest(token="x" * 1500)), MessageTooLarge)
+    assert len(place.file.register().machines) == 1
+
+
+async def outcome(place: Place, request: pb.EnrolRequest) -> CorollaError | None:
+    """The error with which the issuer answers a request; None: it signed."""
+    authority = place.file.authority.certificate_pem
+    async with grpc.aio.secure_channel(place.address, grpc.ssl_channel_credentials(authority)) as channel:
+        try:
+            await IssuerServiceStub(channel).Enrol(request, timeout=10)
+        except grpc.RpcError as failure:
+            return error_of(failure, place.address)
+    return None
+
+
+async def test_a_revoked_machine_is_out_and_gets_no_other_certificate(place: Place) -> None:
+    token, machine = place.file.new_token(), place.membership()
+    certificate = (await asyncio.to_thread(machine.enrol, token)).certificate
+    stolen = (machine.folder / KEY_FILE).read_bytes()
+    with place.file.changing() as register:
+        assert register.revoke(token.id, with_machines=True) == 1
+    with pytest.raises(Unauthenticated, match="was revoked"):
+        await asyncio.to_thread(machine.follow, 0.0)
+    verifier = CertificateVerifier(
+        place.file.authority.certificate_pem, (machine.folder / REVOCATIONS_FILE).read_bytes()
+    )
+    assert not verifier.is_valid(PresentedCertificate(certificate))
+    thief = place.membership("thief")
+    (thief.folder / KEY_FILE).write_bytes(stolen)
+    with pytest.raises(Unauthenticated, match="revoked"):
+        await asyncio.to_thread(thief.enrol, place.file.new_token())
+    # The owner of the machine may join again, as another one.
+    await asyncio.to_thread(machine.enrol, place.file.new_token())
+    assert (machine.folder / KEY_FILE).read_bytes() != stolen
+    for each in (machine, thief):
+        each.close()
+
+
+async def test_a_flood_of_tries_is_turned_away_before_work(place: Place) -> None:
+    token = place.file.new_token()
+    client = await place.client()
+    for _ in range(MOST_REFUSALS):
+        with pytest.raises(Unauthenticated):
+            await asyncio.to_thread(client.enrol, new_key(), forged(token, secret=bytes(32)))
+    with pytest.raises(QueueFull) as full:
+        await asyncio.to_thread(client.enrol, new_key(), token)
+    assert full.value.retry_after_s is not None
+    assert 0 < full.value.retry_after_s <= 60
+    client.close()
+    assert place.file.register().machines == []
+
+
+@pytest.mark.parametrize("role", [Role.BLOCK, Role.ROUTER, Role.CLIENT, Role.OPERATOR])
+async def test_nothing_else_of_the_stack_plays_the_issuer(tmp_path: Path, role: Role) -> None:
+    impostor = Place(tmp_path, role)
+    await impostor.process.start()
+    try:
+        token = impostor.file.new_token()
+        with pytest.raises(StartupError, match="nothing was sent"):
+            await asyncio.to_thread(impostor.membership().enrol, token)
+        assert [each.uses for each in impostor.file.register().tokens] == [16]
+    finally:
+        await impostor.process.stop()
+
+
+async def test_a_token_goes_to_no_issuer_of_another_stack(place: Place, tmp_path: Path) -> None:
+    other = RegisterFile(tmp_path / "other").new_token()
+    with pytest.raises(StartupError, match="another stack"):
+        await asyncio.to_thread(place.membership().enrol, other)
+    closed = Membership("127.0.0.1:1", tmp_path / "closed")
+    with pytest.raises(ServiceUnavailable, match="refused"):
+        await asyncio.to_thread(closed.enrol, other)
+
+
+async def test_tokens_stand_in_no_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    token, machine = place.file.new_token(uses=1), place.membership()
+    await asyncio.to_thread(machine.enrol, token)
+    machine.close()
+    await place.refused(token)
+    written = "\n".join(f"{each.getMessage()} {vars(each)}" for each in caplog.records)
+    assert "IssuerService/Enrol" in written
+    assert token.written.rpartition(".")[2] not in written
+    assert token.secret.hex() not in written

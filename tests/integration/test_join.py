@@ -1,0 +1,106 @@
+"""`corolla up --share` and `corolla join`: a machine joins by one line, and comes back, and is shut out."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla import Client
+from corolla.local.ports import Ports
+from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.running_up import COROLLA, RunningUp
+
+pytestmark = pytest.mark.full
+
+TEXT = "tell me about rivers"
+
+
+class Joined:
+    """`corolla join --json` as a child, with a state folder of its own, as on another machine."""
+
+    def __init__(self, folder: Path, address: str, token: str) -> None:
+        self.errors = folder / "join-errors"
+        environment = {**os.environ, "XDG_STATE_HOME": str(folder / "other-machine")}
+        command = [*COROLLA, "join", address, "--json", "--port", "0", "--log-folder", str(folder / "join-logs")]
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
+        assert self.process.stdin is not None
+        self.process.stdin.write(token)
+        self.process.stdin.close()
+        self.written = ""
+
+    def wait_for(self, kind: str) -> dict[str, Any]:
+        for line in self.process.stdout or ():
+            self.written += line
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == kind:
+                return event
+        pytest.fail(f"it ended: {self.written} {self.errors.read_text()}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tiny_checkpoint("llama", tmp_path / "tiny")
+    return tmp_path
+
+
+@pytest.fixture
+def up(folder: Path) -> Iterator[RunningUp]:
+    shared = ("--share", "--share-host", "127.0.0.1", "--state-folder", str(folder / "state"))
+    ports = ("--issuer-port", str(Ports().free()), "--router-port", str(Ports().free()))
+    model = ("--model", str(folder / "tiny"), "--servers", "1", "--blocks", "auto", "--threads", "1")
+    running = RunningUp(folder, *shared, *ports, *model)
+    yield running
+    if running.process.poll() is None:
+        running.end()
+
+
+def tokens(folder: Path, *arguments: str) -> str:
+    command = [*COROLLA, "tokens", *arguments, "--state-folder", str(folder / "state")]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def servers(up: RunningUp, number: int) -> None:
+    """Waits until the placement has so many ready servers."""
+    up.wait_for(
+        lambda event: (
+            event["event"] == "placement" and [each["state"] for each in event["servers"]] == ["ready"] * number
+        )
+    )
+
+
+def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, up: RunningUp) -> None:
+    token = tokens(folder, "new")
+    with Client(up.addresses["client"]) as client:
+        answer = client.generate(TEXT, max_tokens=8).text
+    joined = Joined(folder, up.addresses["join"], token)
+    joined.wait_for("ready")
+    servers(up, 2)
+    # The only server of the first machine dies, so the one that joined computes the answer.
+    os.kill(up.pids["server-1"], signal.SIGKILL)
+    with Client(up.addresses["client"]) as client:
+        assert client.generate(TEXT, max_tokens=8).text == answer
+    joined.process.send_signal(signal.SIGINT)
+    assert joined.process.wait(60) == 0, joined.errors.read_text()
+    secret = token.strip().rpartition(".")[2]
+    assert secret not in joined.written + joined.errors.read_text()
+    for log in [*(folder / "logs").iterdir(), *(folder / "join-logs").iterdir()]:
+        assert secret not in log.read_text(), log
+
+    again = Joined(folder, up.addresses["join"], "")
+    again.wait_for("ready")
+    listed = tokens(folder, "list")
+    assert "15 uses left" in listed
+    assert " joined " in listed
+    assert secret not in listed
+    assert "machines that are out: 1" in tokens(folder, "revoke", listed.partition(" ")[0], "--machines")
+    assert again.process.wait(60) == 1
+    assert "was revoked" in again.errors.read_text()
+    servers(up, 1)
