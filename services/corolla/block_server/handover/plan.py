@@ -14,6 +14,18 @@ MAX_REPEATS: Final = 8
 MAX_LAST_TOKENS: Final = 16
 """A session in mid-answer waits for at most so many tokens to travel, unless it computes faster than they are sent."""
 
+LEAST_TOKENS: Final = 16
+"""A part for a standby waits for so many new tokens of a short text: a recovery replays these few in one step."""
+_SHORT_TEXT_TOKENS: Final = 2048
+
+
+def part_tokens(num_tokens: int, of_short_texts: int = LEAST_TOKENS) -> int:
+    """Returns for how many new tokens of a text a part for its standby waits.
+
+    A token that is replayed looks at the whole text. So in a text four times as long, a fourth of the tokens wait.
+    """
+    return max(1, of_short_texts * _SHORT_TEXT_TOKENS // max(num_tokens, _SHORT_TEXT_TOKENS))
+
 
 def peers_for(
     servers: Iterable[router_pb2.PlacedServer],

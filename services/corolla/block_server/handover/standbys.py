@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from corolla.block_server.handover.plan import HandoverProgress
+from corolla.block_server.handover.plan import LEAST_TOKENS, HandoverProgress, part_tokens
 from corolla.block_server.handover.sender import HandoverLink, HandoverSender
 from corolla.block_server.hop_session import HopSession, SessionState
 from corolla.block_server.metrics import BlockServerMetrics
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 _MOST_PARTS: Final = 4
 """How many parts are copied or travel at a time, for all sessions together."""
-LEAST_TOKENS: Final = 16
-"""A part waits for so many new tokens: a recovery replays these few in one step."""
 _LOOK_INTERVAL_S: Final = 0.02
 _SESSIONS_PER_INTERVAL: Final = 8
 """If there are more sessions, each looks less often, so that all together take a small share of the event loop."""
@@ -58,7 +56,7 @@ class Standbys:
     Args:
         neighbours: knows the addresses of block servers; the server connects to no others.
         fingerprint: the weights and protocol of this server, which its standbys share.
-        least_tokens: the fewest tokens of a part.
+        least_tokens: the fewest tokens of a part of a short text.
     """
 
     sessions: SessionTable[SessionCache]
@@ -150,7 +148,7 @@ class Standbys:
                 while self.sessions.in_version(request.session_id, version).state is SessionState.RUNNING:
                     num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
                     num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
-                    if num_settled < num_sent + self.least_tokens:
+                    if num_settled < num_sent + part_tokens(num_settled, self.least_tokens):
                         await asyncio.sleep(_LOOK_INTERVAL_S * (1 + len(self._by_session) // _SESSIONS_PER_INTERVAL))
                         continue
                     async with self._room:

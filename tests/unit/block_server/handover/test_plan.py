@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server.handover.plan import MAX_LAST_TOKENS, MAX_REPEATS, HandoverProgress, peers_for
+from corolla.block_server.handover.plan import MAX_LAST_TOKENS, MAX_REPEATS, HandoverProgress, part_tokens, peers_for
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
@@ -141,3 +141,8 @@ def test_a_receiver_that_takes_nothing_is_given_up() -> None:
     for number in range(4 * MAX_REPEATS):
         progress.next_part(5, 0, 1)
         assert progress.answered(0, taken=number % 2 == 0)
+
+
+def test_fewer_tokens_wait_for_their_part_if_the_text_is_long() -> None:
+    lengths = (1, 2048, 4096, 8192, 1 << 20)
+    assert [part_tokens(each) for each in lengths] == [16, 16, 8, 4, 1]
