@@ -201,16 +201,21 @@ _FAMILIES = (
         Family(name, past=Past(caches_latents=True), read_weights=("kv_b_proj",))
         for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     ),
-    Family("kimi_linear", past=Past(caches_latents=True, keeps_states=True), read_weights=("kv_b_proj",)),
+    Family(
+        "kimi_linear",
+        past=Past(caches_latents=True, keeps_states=True, packs_singles=True),
+        read_weights=("kv_b_proj",),
+    ),
     Family("olmo_hybrid", past=Past(keeps_states=True)),
     *(
         Family(name, past=Past(keeps_states=True, packs_singles=True))
         for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
     ),
     *(
-        Family(name, norm="embedding_norm", past=Past(keeps_states=True))
-        for name in ("lfm2", "lfm2_moe", "lfm3")
+        Family(name, norm="embedding_norm", past=Past(keeps_states=True, packs_singles=True))
+        for name in ("lfm2", "lfm2_moe")
     ),
+    Family("lfm3", norm="embedding_norm", past=Past(keeps_states=True)),
     Family("bamba", norm="final_layernorm", past=Past(keeps_states=True)),
     Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), past=Past(keeps_states=True)),
     Family(

@@ -120,8 +120,9 @@ class SpanModel:
         Args:
             products: how a CPU multiplies; see `product_rule.way_of`.
         """
-        if self.family.fused is not None and self.packs_rows and all(map(fits, self.layers)):
-            self.fused = FusedSpan.from_layers(self.layers, self.rotary, self.config, self.family, self.windows)
+        rotary = self.rotary
+        if self.family.fused is not None and rotary is not None and self.packs_rows and all(map(fits, self.layers)):
+            self.fused = FusedSpan.from_layers(self.layers, rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
         choose_products(
             replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products
@@ -203,9 +204,10 @@ class SpanModel:
         return list(cast(nn.ModuleList, self._base.get_submodule(self.family.layers)))
 
     @property
-    def rotary(self) -> nn.Module:
-        """The family's rotary embedding."""
-        return self._base.get_submodule("rotary_emb")
+    def rotary(self) -> nn.Module | None:
+        """The family's rotary embedding; None: it has none."""
+        children = dict(self._base.named_children())
+        return children.get("rotary_emb", children.get("pos_emb"))
 
     def _layer(self, index: int) -> nn.Module:
         return self.layers[index]

@@ -27,6 +27,8 @@ NUM_ROWS = 37
     [
         ("qwen3_next", "library", torch.float32),
         ("qwen3_5_text", "panels", torch.bfloat16),
+        pytest.param("lfm2_moe", "library", torch.float32, marks=pytest.mark.kind),
+        pytest.param("kimi_linear", "panels", torch.float32, marks=pytest.mark.kind),
     ],
 )
 def test_a_row_has_the_same_bits_in_every_mixture(

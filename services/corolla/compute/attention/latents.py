@@ -155,17 +155,27 @@ def latent_attention(
         return not expands_all and reads_latents(config, row.num_tokens)
 
     for is_short, rows in itertools.groupby(batch.rows, reads_them):
-        attend = _attend_to_latents if is_short else _attend_to_expanded
+        attend = attend_to_latents if is_short else _attend_to_expanded
         outputs.extend(attend(module, query, tuple(rows), batch, scaling))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _attend_to_latents(
+def attend_to_latents(
     module: nn.Module, query: Tensor, rows: Sequence[PackedRow], batch: AttentionBatch, scaling: float
 ) -> Iterator[Tensor]:
-    """Yields each row's output `[1, num_tokens, heads, value head size]`; the latents are one key head of all heads.
+    """Attends to the latents themselves, which are one key head of all heads.
 
     No product has numbers of two rows. So a row has the same bits alone and next to others.
+
+    Args:
+        module: the family's attention module.
+        query: `[1, heads, N, head_dim]`, already rotated.
+        rows: the rows that attend, whose latents are stored.
+        batch: the batch that has the rows.
+        scaling: the factor of the scores.
+
+    Yields:
+        Each row's output `[1, num_tokens, heads, value head size]` in the query's dtype.
     """
     config: PretrainedConfig = cast(Any, module).config
     plain, rotated = torch.split(query[0], [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
