@@ -78,7 +78,7 @@ class FrameChecks:
         text = self._text(control, request.blocks)
         return replace(
             request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer),
-            standby_transfer_id=transfer_id,
+            standby_transfer_id=transfer_id, write_start=control.write_start,
         )  # fmt: skip
 
     def standby(self, control: pb.Standby) -> None:

@@ -151,6 +151,7 @@ class OpenRequest:
         adapter: the same adapter, loaded; only for sessions that may take steps.
         long_factors: whether all held tokens use the long factors of a longrope embedding, not the short ones.
         standby_transfer_id: the transfer id of the tokens that fill the session, if this server is only a standby.
+        write_start: the session writes to no position before this one until it is opened again.
     """
 
     session_id: bytes
@@ -175,6 +176,7 @@ class OpenRequest:
     adapter: "LoadedAdapter | None" = None
     long_factors: bool = False
     standby_transfer_id: bytes = b""
+    write_start: int = 0
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """The tokens that were computed under one request are valid under the other."""
@@ -277,6 +279,9 @@ class HopSession(Generic[AnyCache]):
         if following is None:
             raise ForbiddenTransition(self._state, event)
         self._state = following
+        if following is not SessionState.GONE:
+            # Pages that only idle sessions hold in common become available when these are evicted.
+            self.cache.charge_to(None if self.is_idle else self.request.tenant)
         if following in _WITHOUT_SAMPLER:
             self.ring = None
             if self.request.sampler is not None or self.request.adapter is not None:

@@ -67,14 +67,19 @@ def _sums(sessions: SessionTable[Any], outputs: BoundaryActivations) -> Iterator
     if sum(states.values()) != pool.num_pages or pool.num_used != pool.num_pages - pool.holders.count(0):
         yield Violation("pages", f"{states} do not add up to {pool.num_pages}")
     num_promised = sum(session.cache.num_pages for session in sessions)
-    if num_promised != pool.num_pages - pool.num_available:
-        yield Violation(
-            "promises", f"{pool.num_pages - pool.num_available} pages are promised, {num_promised} to sessions"
-        )
+    num_counted = pool.num_pages - pool.num_available - pool.num_common
+    if num_promised != num_counted:
+        yield Violation("promises", f"{num_counted} pages are promised, {num_promised} to sessions")
+    num_common = len({page for table in tables for page in table.pages[: table.num_common]})
+    if num_common != pool.num_common:
+        yield Violation("promises", f"{num_common} pages are held in common where {pool.num_common} are counted")
+    charged = {page for table in tables if table.account is not None for page in table.pages[: table.num_common]}
+    if len(charged) != pool.num_charged.total():
+        yield Violation("promises", f"{len(charged)} pages are charged where {pool.num_charged.total()} are counted")
     # Pages that stand for recurrent states, not for tokens, are promised but never held.
-    if pool.num_used > sum(table.num_promised for table in tables) or pool.num_cached > pool.num_available:
+    if pool.num_used > sum(table.num_promised for table in tables) + num_common or pool.num_cached > pool.num_available:
         yield Violation("promises", "more pages are used than are promised, or more are cached than are available")
-    if any(table.num_pages > table.num_promised for table in tables):
+    if any(table.num_pages > table.num_common + table.num_promised for table in tables):
         yield Violation("promises", "a session holds more pages than it was promised")
     num_without = sum(1 for session_id in outputs if sessions.get(session_id) is None)
     if num_without:

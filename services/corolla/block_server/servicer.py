@@ -259,6 +259,7 @@ class BlockServicer:
                 min_position=session.cache.min_position,
                 kept_start=kept_start,
                 kept_end=kept_end,
+                common_end=session.cache.common_end,
                 load=self._load(),
             )
         )

@@ -72,7 +72,8 @@ class SessionTable(Generic[AnyCache]):
     @property
     def num_available_pages(self) -> int:
         """How many pages a new session could get: the pool's available pages, and pages of idle sessions."""
-        return self.pool.num_available + sum(session.num_pages for session in self if session.is_idle)
+        num_idle = sum(session.num_pages for session in self if session.is_idle)
+        return self.pool.num_available + num_idle + self.pool.num_uncharged
 
     @property
     def num_running_tokens(self) -> int:
@@ -107,20 +108,25 @@ class SessionTable(Generic[AnyCache]):
         return tokens
 
     def num_pages_in_use(self, session_id: bytes) -> int:
-        """How many pages of a session become available only when it ends or is reopened; 0 for an idle session."""
+        """The most pages that become available only when a session ends or is reopened; 0 for an idle session."""
         session = self._sessions.get(session_id)
-        return 0 if session is None or session.is_idle else session.num_pages
+        return 0 if session is None or session.is_idle else session.num_pages + session.cache.num_common_pages
 
     def check_room(self, request: OpenRequest, max_released_pages: int) -> None:
         """Raises OutOfPages early if `open` is sure to raise it later. It may be called while steps are computed.
 
         Steps give back no promised pages, and idle sessions have no steps. So when a new or idle session is opened, at
-        most `max_released_pages` more pages are available than now.
+        most `max_released_pages` more pages are available than now. What it may hold in common does not count: a step
+        may compute it.
         """
         session = self._sessions.get(request.session_id)
         if session is not None and not session.is_idle:
             return
-        num_pages = self.new_cache().worst_case(request.max_tokens)
+        cache = self.new_cache()
+        num_whole = 0 if request.text is None else len(request.text.hashes)
+        num_common = min(num_whole, request.write_start // self.pool.page_tokens)
+        num_pages = cache.worst_case(request.max_tokens)
+        num_pages -= num_common * sum(not each.has_window for each in cache.tables)
         num_available = self.num_available_pages + max_released_pages
         if num_pages > num_available:
             raise too_few_pages(num_pages, num_available)
@@ -155,11 +161,16 @@ class SessionTable(Generic[AnyCache]):
         if request.prompts is not None:
             self._check_prompts(request.prompts, except_of=request.session_id)
         cache = self.new_cache() if session is None else session.cache
-        num_pages = cache.worst_case(request.max_tokens)
-        self._make_room(num_pages - cache.num_pages, self._num_kept_from(request, num_pages), request.session_id)
+        is_kept = (
+            session is not None
+            and request.resume
+            and session.state is not SessionState.ARRIVING
+            and session.request.agrees_with(request)
+        )
+        self._make_room_for(request, cache, is_kept=is_kept)
         if session is None:
             session = HopSession(request, cache)
-        elif not request.resume or session.state is SessionState.ARRIVING or not session.request.agrees_with(request):
+        elif not is_kept:
             cache.clear()
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
@@ -168,7 +179,7 @@ class SessionTable(Generic[AnyCache]):
             if event is SessionEvent.OPENED:
                 self._forget_unsent(session)
             self.num_standby_tokens += cache.num_tokens
-        cache.allocate(request.max_tokens, request.text)
+        cache.allocate(request.max_tokens, request.text, request.write_start)
         if session.request.client_id != request.client_id:
             session.newest_step_id = 0  # each client counts its steps by itself
         session.newest_ring_position, session.ring, session.num_settled_tokens = -1, None, 0
@@ -182,7 +193,7 @@ class SessionTable(Generic[AnyCache]):
     def open_standby(self, request: OpenRequest, now_s: float) -> HopSession[AnyCache]:
         """Makes the session here the standby of another hop, or names it as that again in a later epoch.
 
-        It begins with what the prefix cache has of its text, and reserves no pages ahead.
+        It begins with what the prefix cache has of its text, holds that in common, and reserves no pages ahead.
 
         Raises:
             HopLeaving, HopSessionLost, StaleEpoch, OutOfPages: see `open`.
@@ -200,28 +211,29 @@ class SessionTable(Generic[AnyCache]):
             session = None
         if session is None:
             session = HopSession(request, self.new_cache())
-            session.cache.allocate(None, request.text)
+            session.cache.allocate(None, request.text, 0 if request.text is None else request.text.num_tokens)
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.transfer_id, session.version = request.standby_transfer_id, next(self._versions)
         session.apply(SessionEvent.NAMED_STANDBY)
         self._touch(session, now_s)
         return session
 
-    def grow_standby(self, session: HopSession[AnyCache], num_tokens: int) -> None:
-        """Makes room for the first `num_tokens` tokens of a standby.
+    def grow_standby(self, session: HopSession[AnyCache], start: int, end: int) -> None:
+        """Makes room for the tokens `[start, end)` of a standby, behind those that it has or in their place.
 
         Raises:
             OutOfPages: sessions hold the pages, or other standbys hold as many as they all may. None of these goes: its
                 answer would need another standby.
         """
         cache, pool = session.cache, self.pool
-        num_more = cache.worst_case(num_tokens) - cache.num_pages
+        num_more = cache.worst_case(end) - cache.num_pages - cache.num_common_pages
         num_held = sum(each.num_pages for each in self if each.state is SessionState.STANDBY)
         num_left = min(pool.num_available, int(_MOST_OF_STANDBYS * pool.num_pages) - num_held)
         if num_more > num_left:
             raise too_few_pages(num_more, max(0, num_left))
+        cache.own_from(start)
         if num_more > 0:
-            cache.reserve(num_tokens)
+            cache.reserve(end)
 
     def _forget_unsent(self, session: HopSession[AnyCache]) -> None:
         """Forgets what a standby cannot use: tokens whose windows or recurrent states it lacks."""
@@ -342,6 +354,8 @@ class SessionTable(Generic[AnyCache]):
         if forked is not None:
             forked.truncate(position)
             session.cache.adopt(forked)
+        elif computes:
+            session.cache.own_from(position)
         if computes:
             session.num_settled_tokens = end - num_drafts
         self._touch(session, now_s)
@@ -351,14 +365,16 @@ class SessionTable(Generic[AnyCache]):
         """Returns a copy of a session's cache for another session of the same client.
 
         Raises:
-            HopSessionLost: the source is not held here, belongs to another client, or uses other blocks, another
-                adapter or other factors; or only one of the two sessions has trained prompts.
+            HopSessionLost: the source is not held here, belongs to another client or tenant, or uses other blocks,
+                another adapter or other factors; or only one of the two sessions has trained prompts.
         """
         session, taker = self._sessions.get(source_id), self._sessions.get(session_id)
         if session is None or session.request.client_id != client_id or session.request.blocks != blocks:
             raise HopSessionLost("the session to fork from is not held here")
         if taker is not None and not session.request.agrees_with(taker.request):
             raise HopSessionLost("sessions with other adapters, factors or trained prompts do not share tokens")
+        if taker is not None and session.request.tenant != taker.request.tenant:
+            raise HopSessionLost("sessions of other tenants do not share tokens")
         return session.cache.fork()
 
     def truncate(self, session_id: bytes, epoch: int, position: int, *, idle: bool) -> None:
@@ -441,33 +457,56 @@ class SessionTable(Generic[AnyCache]):
         if prompts.nbytes + sum(each.prompts.nbytes for each in others if each.prompts) > self.max_prompt_bytes:
             raise OutOfPages("the trained prompts of all sessions do not fit into the memory for them")
 
-    def _held_pages(self, except_of: bytes = b"") -> Counter[str]:
-        """Maps each tenant to the pages of its sessions that are not idle, so that they cannot be evicted."""
-        held = Counter[str]()
+    def _held_pages(self) -> Counter[str]:
+        """Maps each tenant to the pages of its sessions that are not idle, so that they cannot be evicted.
+
+        A page that they hold in common counts once.
+        """
+        held = Counter(self.pool.num_charged)
         for session in self:
-            if not session.is_idle and session.request.session_id != except_of:
+            if not session.is_idle:
                 held[session.request.tenant] += session.num_pages
         return held
 
-    def _num_kept_from(self, request: OpenRequest, num_pages: int) -> int:
-        """How many pages have to stay free for other tenants when the request's session gets `num_pages` pages."""
-        if not self.guarantees or num_pages <= self.num_pages_in_use(request.session_id):
-            return 0
-        held = self._held_pages(except_of=request.session_id)
-        held[request.tenant] += num_pages
-        return self.guarantees.num_kept_from(request.tenant, held)
+    def _make_room_for(self, request: OpenRequest, cache: AnyCache, *, is_kept: bool) -> None:
+        """Makes room for the pages that a request's session takes in addition to those that `cache` has."""
 
-    def _make_room(self, num_pages: int, num_kept: int = 0, keep: bytes = b"") -> None:
-        """Makes room for `num_pages` more pages if `num_kept` stay available; does not evict the session `keep`."""
+        def num_missing(*, counts_uncharged: bool) -> int:
+            return cache.num_missing(
+                request.max_tokens, request.text, request.write_start,
+                is_kept=is_kept, counts_uncharged=counts_uncharged,
+            )  # fmt: skip
+
+        session = self._sessions.get(request.session_id)
+        num_pages, num_kept = num_missing(counts_uncharged=False), 0
+        # What an idle session has does not count as its tenant's.
+        num_more = num_pages + (cache.num_pages if session is not None and session.is_idle else 0)
+        if self.guarantees and num_more > 0:
+            held = self._held_pages()
+            held[request.tenant] += num_more
+            num_kept = self.guarantees.num_kept_from(request.tenant, held)
+        self._make_room(
+            num_pages, num_kept, keep=request.session_id, num_missing=lambda: num_missing(counts_uncharged=True)
+        )
+
+    def _make_room(
+        self, num_pages: int, num_kept: int = 0, *, keep: bytes = b"", num_missing: Callable[[], int] | None = None
+    ) -> None:
+        """Makes room for `num_pages` more pages if `num_kept` stay available; does not evict the session `keep`.
+
+        Args:
+            num_missing: how many pages are missing if those count, too, that idle sessions hold in common.
+        """
         idle = [session for session in self if session.is_idle and session.request.session_id != keep]
         # A standby only saves time, and what else is idle may be a conversation.
         idle.sort(key=lambda session: session.state is not SessionState.STANDBY)
-        num_available = self.pool.num_available + sum(session.num_pages for session in idle)
+        num_idle = sum(session.num_pages for session in idle)
+        num_available = self.pool.num_available + num_idle + self.pool.num_uncharged
         if num_pages + num_kept > num_available:
             # Evicting all idle sessions would not be enough.
             raise too_few_pages(num_pages, max(0, num_available - num_kept))
         for session in idle:
-            if num_pages <= self.pool.num_available:
+            if (num_missing() if num_missing else num_pages) <= self.pool.num_available:
                 return
             self._free(session)
             self.num_evicted += 1

@@ -1,5 +1,6 @@
 """Counts the server's KV pages exactly: promises, holders and free ids. Pure."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from corolla.cache.host_pages import HostPages
@@ -19,16 +20,21 @@ def too_few_pages(num_needed: int, num_available: int) -> OutOfPages:
 class PagePool:
     """A pool of `num_pages` pages of `page_tokens` tokens, with reference counts.
 
-    A session is promised as many pages as it may need at most, and then holds page ids within its promise. Sessions may
-    share pages. Each may later need its own copy of every shared page, so a shared page counts in each of their
-    promises.
+    A session is promised as many pages as it may write to, and then holds page ids within its promise. Sessions may
+    share pages. A session holds a page either within its promise, so that it may write to it or to a copy, or in
+    common: it only reads the page. A page counts once for all sessions that hold it in common. Each of these may name
+    an account, which is then charged for the page; all accounts of one page are the same.
 
     Invariants: each page is used (a session holds it), cached (no session holds it, and it keeps the beginning of a
-    text) or unused. Used, reserved (promised but not held) and available (not promised) pages add up to the pool. No
-    more pages are cached than are available, so a promised page can always be allocated.
+    text) or unused. Promised pages, pages held in common and available pages add up to the pool. No more pages are
+    used than are promised or held in common, and no more are cached than are available, so a promised page can always
+    be allocated.
 
     Attributes:
         version: a number that changes whenever a promise or a holder changes.
+        readers: for each page, how many sessions hold it in common.
+        charged_readers: for each page, how many of these name an account.
+        num_charged: for each account, the number of pages for which it is charged.
         host: remembers what the prefix cache evicts; None: that is lost.
     """
 
@@ -39,6 +45,10 @@ class PagePool:
         self.page_tokens = page_tokens
         self._free = FreeRuns(num_pages)
         self._num_holders = [0] * num_pages
+        self.readers = [0] * num_pages
+        self.charged_readers = [0] * num_pages
+        self.num_charged = Counter[str]()
+        self._num_common = 0
         self._num_promised = 0
         self._num_used = 0
         self._prefixes = PrefixPages()
@@ -55,7 +65,17 @@ class PagePool:
     @property
     def num_reserved(self) -> int:
         """The number of pages that are promised but not held."""
-        return self._num_promised - self._num_used
+        return self._num_promised + self._num_common - self._num_used
+
+    @property
+    def num_common(self) -> int:
+        """The number of pages that at least one session holds in common."""
+        return self._num_common
+
+    @property
+    def num_uncharged(self) -> int:
+        """The number of pages held in common for which no account is charged."""
+        return self._num_common - self.num_charged.total()
 
     @property
     def num_cached(self) -> int:
@@ -70,7 +90,7 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """The number of pages that may be promised."""
-        return self.num_pages - self._num_promised
+        return self.num_pages - self._num_promised - self._num_common
 
     @property
     def holders(self) -> Sequence[int]:
@@ -154,6 +174,51 @@ class PagePool:
                     free.append(page)
         self._free.release(sorted(free))
         self._evict()
+
+    def read(self, pages: Sequence[int], account: str | None = None) -> None:
+        """Counts one more session that holds these pages in common, for this account. It holds them already.
+
+        Raises:
+            OutOfPages: fewer pages are available than would count in addition; nothing has changed.
+        """
+        num_more = sum(not self.readers[page] for page in pages)
+        if num_more > self.num_available:
+            raise too_few_pages(num_more, self.num_available)
+        for page in pages:
+            self.readers[page] += 1
+        self._num_common += num_more
+        self.charge(pages, account)
+        self.version += 1
+        self._evict()
+
+    def stop_reading(self, pages: Sequence[int], account: str | None = None, *, num_promised: int = 0) -> None:
+        """Counts one session less that holds these pages in common, and promises it `num_promised` pages instead.
+
+        Raises:
+            OutOfPages: fewer pages are available; nothing has changed.
+        """
+        num_less = sum(self.readers[page] == 1 for page in pages)
+        if num_promised - num_less > self.num_available:
+            raise too_few_pages(num_promised - num_less, self.num_available)
+        for page in pages:
+            self.readers[page] -= 1
+        self._num_common -= num_less
+        self._num_promised += num_promised
+        self.charge(pages, account, -1)
+        self.version += 1
+        self._evict()
+
+    def charge(self, pages: Sequence[int], account: str | None, num_readers: int = 1) -> None:
+        """Counts one more session, or one less, that holds these pages in common and names this account."""
+        if account is None:
+            return
+        changed = 1 if num_readers > 0 else 0
+        for page in pages:
+            self.charged_readers[page] += num_readers
+            if self.charged_readers[page] == changed:
+                self.num_charged[account] += num_readers
+        if not self.num_charged[account]:
+            del self.num_charged[account]
 
     def may_write(self, page: int) -> bool:
         """The page's only holder may write to it. Then the prefix cache forgets the page."""

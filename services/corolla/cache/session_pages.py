@@ -23,6 +23,8 @@ class SessionPages:
             recurrent states.
 
     Attributes:
+        write_start: the session holds whole pages of its text before this position in common: it will not write to them
+            until it is allocated again.
         num_unchanged_tokens: how many of the first tokens have not changed since a caller set this number. A handover
             sets it after each part that it copies, and continues there.
     """
@@ -40,11 +42,36 @@ class SessionPages:
         self._text: ExpectedText | None = None
         self._num_remembered = 0
         self._has_stepped = False
+        self.write_start = 0
 
     @property
     def num_pages(self) -> int:
         """The number of pages that the session was promised."""
         return sum(table.num_promised for table in self.tables) + self._num_fixed_promised
+
+    @property
+    def num_common_pages(self) -> int:
+        """The number of pages that the session holds in common, outside its promise."""
+        return sum(table.num_common for table in self.tables)
+
+    @property
+    def common_end(self) -> int:
+        """The session may write from this position on; before an earlier one is written, `own_from` must be called."""
+        return max(table.num_common for table in self.tables) * self.pool.page_tokens
+
+    def charge_to(self, account: str | None) -> None:
+        """Charges an account for the pages held in common; None: no account is charged for this session's."""
+        for table in self.tables:
+            table.charge_to(account)
+
+    def own_from(self, position: int) -> None:
+        """Gets a promise for the pages held in common that a step from this position on writes.
+
+        Raises:
+            OutOfPages: the pool has too few pages for copies. No token is lost.
+        """
+        for table in self.tables:
+            table.own_from(position // self.pool.page_tokens)
 
     @property
     def min_position(self) -> int:
@@ -67,6 +94,42 @@ class SessionPages:
         """The most pages that a session of `max_tokens` tokens may hold at once."""
         return sum(table.worst_case(max_tokens) for table in self.tables) + self._fixed_pages(max_tokens)
 
+    def num_missing(
+        self,
+        max_tokens: int,
+        text: ExpectedText | None = None,
+        write_start: int = 0,
+        *,
+        is_kept: bool = False,
+        counts_uncharged: bool = True,
+    ) -> int:
+        """How many pages `allocate` takes from those that are available, apart from what the session holds.
+
+        Args:
+            is_kept: whether the session keeps its tokens; otherwise it is cleared before.
+            counts_uncharged: whether pages held in common count that no account is charged for; otherwise they are
+                taken as available.
+        """
+        readers = self.pool.readers if counts_uncharged else self.pool.charged_readers
+        num_common = write_start // self.pool.page_tokens
+        num_missing = -self.num_pages + self._fixed_pages(max_tokens)
+        num_matched, cached = 0, list[list[int]]()
+        if text is not None and not (is_kept and self.num_tokens):
+            num_matched, cached = self._cached(text, max_tokens)
+        for group, table in enumerate(self.tables):
+            held = table.pages[: table.num_common]
+            own = set(held) if counts_uncharged or table.account is not None else set[int]()
+            common: Sequence[int] = ()
+            if num_matched and not table.has_window:
+                common = cached[group][:num_common]
+            elif is_kept:
+                common = held[: min(num_common, self.pool.pages_for(max_tokens))]
+            num_kept = table.num_written_pages(min(self.num_tokens, max_tokens)) if is_kept else 0
+            num_missing += max(table.worst_case(max_tokens), num_kept)
+            num_missing -= sum(readers[page] > (page in own) for page in common)
+            num_missing -= sum(readers[page] == 1 for page in own)
+        return num_missing
+
     def max_tokens_within(self, num_pages: int) -> int:
         """The length of the longest session whose worst case is at most `num_pages`.
 
@@ -83,32 +146,46 @@ class SessionPages:
         """
         if max_tokens < self.num_tokens:
             raise ValueError(f"{self.num_tokens} tokens do not fit where {max_tokens} are reserved")
-        wanted = [max(table.worst_case(max_tokens), table.num_written_pages(self.num_tokens)) for table in self.tables]
+        most_common = min(self.write_start // self.pool.page_tokens, self.pool.pages_for(max_tokens))
+        num_common = [min(table.num_common, most_common) for table in self.tables]
+        wanted = [
+            max(table.worst_case(max_tokens), table.num_written_pages(self.num_tokens)) - num_read
+            for table, num_read in zip(self.tables, num_common, strict=True)
+        ]
         num_fixed = self._fixed_pages(max_tokens)
+        num_more = sum(wanted) + num_fixed - self.num_pages
+        owned = [
+            page
+            for table, count in zip(self.tables, num_common, strict=True)
+            for page in table.pages[count : table.num_common]
+        ]
         # Promises are taken back before the pages, or a full pool would evict what the session leaves.
-        self.pool.promise(sum(wanted) + num_fixed - self.num_pages)
-        for table, num_pages in zip(self.tables, wanted, strict=True):
-            table.num_promised = num_pages
+        self.pool.stop_reading(owned, self.tables[0].account, num_promised=num_more)
+        for table, num_pages, count in zip(self.tables, wanted, num_common, strict=True):
+            table.num_promised, table.num_common = num_pages, count
             table.resize(max_tokens)
         self._num_fixed_promised = num_fixed
         self.num_reserved_tokens = max_tokens
 
-    def allocate(self, max_tokens: int | None, text: ExpectedText | None = None) -> None:
+    def allocate(self, max_tokens: int | None, text: ExpectedText | None = None, write_start: int = 0) -> None:
         """Reserves pages for `max_tokens` tokens. An empty session first gets what the prefix cache has of its text.
 
         Args:
             max_tokens: None for a standby, which reserves pages only for what it holds. Its pages have no names, since
                 another server computes them.
+            write_start: see `SessionPages`; 0: the session may write to all of its pages.
 
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
         """
-        was_empty = not self.num_tokens
-        if was_empty and text is not None:
-            self._begin_with_cached(text, text.num_tokens if max_tokens is None else max_tokens)
+        was_empty, before = not self.num_tokens, self.write_start
+        self.write_start = write_start
         try:
+            if was_empty and text is not None:
+                self._begin_with_cached(text, text.num_tokens if max_tokens is None else max_tokens)
             self.reserve(self.num_tokens if max_tokens is None else max_tokens)
         except OutOfPages:
+            self.write_start = before
             if was_empty and self.num_tokens:
                 self.num_tokens = 0
                 self._give_back()
@@ -118,15 +195,21 @@ class SessionPages:
 
     def _begin_with_cached(self, text: ExpectedText, max_tokens: int) -> None:
         page_tokens = self.pool.page_tokens
-        hashes = self._hashes_to_find(text, max_tokens)
-        found = self._found(text.salt, hashes)
-        num_matched = self._num_matched([[page is not None for page in pages] for pages in found])
-        self.pool.count_prefix_query(len(hashes) * page_tokens, num_matched * page_tokens)
+        num_matched, cached = self._cached(text, max_tokens)
+        num_asked = len(self._hashes_to_find(text, max_tokens))
+        self.pool.count_prefix_query(num_asked * page_tokens, num_matched * page_tokens)
         if num_matched:
-            for table, pages in zip(self.tables, found, strict=True):
-                num_passed = table.num_passed_pages(num_matched)
-                table.hold_cached(num_passed, [page for page in pages[num_passed:num_matched] if page is not None])
             self.num_tokens = num_matched * page_tokens
+            for table, pages in zip(self.tables, cached, strict=True):
+                table.hold_cached(table.num_passed_pages(num_matched), pages, self.write_start // page_tokens)
+
+    def _cached(self, text: ExpectedText, max_tokens: int) -> tuple[int, list[list[int]]]:
+        """How many whole pages of the text the prefix cache has, and those that each group needs of them."""
+        found = self._found(text.salt, self._hashes_to_find(text, max_tokens))
+        num_matched = self._num_matched([[page is not None for page in pages] for pages in found])
+        first = [table.num_passed_pages(num_matched) for table in self.tables]
+        needed = [pages[start:num_matched] for start, pages in zip(first, found, strict=True)]
+        return num_matched, [[page for page in pages if page is not None] for pages in needed]
 
     def pages_to_return(self, text: ExpectedText, max_tokens: int) -> list[PrefixName]:
         """The pages in the memory of the machine with which a session would find more of its text, in their order.
@@ -177,7 +260,8 @@ class SessionPages:
             The pairs of pages to copy, in all layers, before the step writes.
 
         Raises:
-            OutOfPages: the step exceeds the reserved tokens, and the pool has too few pages.
+            OutOfPages: the step exceeds the reserved tokens, or writes to pages held in common, and the pool has too
+                few pages.
         """
         end = position + num_tokens
         if end > self.num_reserved_tokens:
@@ -244,9 +328,17 @@ class SessionPages:
         return twin
 
     def adopt(self, twin: Self) -> None:
-        """Takes the tokens and pages of a twin, which is empty afterwards. This session keeps its promised pages."""
-        for table, theirs in zip(self.tables, twin.tables, strict=True):
-            table.adopt(theirs, twin.num_tokens)
+        """Takes the tokens and pages of a twin, which is empty afterwards. This session keeps its promised pages.
+
+        Raises:
+            OutOfPages: the twin holds fewer pages in common, and the pool has too few for copies; no token is lost.
+        """
+        num_pages = min(self.write_start, twin.num_tokens) // self.pool.page_tokens
+        num_common = [min(theirs.num_common, num_pages) for theirs in twin.tables]
+        for table, count in zip(self.tables, num_common, strict=True):
+            table.own_from(count)
+        for table, theirs, count in zip(self.tables, twin.tables, num_common, strict=True):
+            table.adopt(theirs, twin.num_tokens, count)
         self._take_account(twin)
         self.num_unchanged_tokens = 0
         twin.num_tokens = 0
@@ -275,10 +367,14 @@ class SessionPages:
                 if (page := self.tables[key.group].whole_page(index)) is not None:
                     self.pool.add_prefix(key, page, before)
         self._num_remembered = max(self._num_remembered, num_whole)
+        for table in self.tables:
+            table.hold_in_common(min(num_whole, self.write_start // self.pool.page_tokens))
 
     def _give_back(self) -> None:
         """Gives all held pages back in the order of their text, so that none comes before one that it needs."""
         tables = [self.tables[group] for group in self._keys.groups]
+        for table in tables:
+            table.stop_reading(0)
         indices = range(min(table.first_index for table in tables), max(table.end_index for table in tables))
         pages = (table.page(index) for index in indices for table in tables)
         self.pool.release([page for page in pages if page is not None])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from corolla.cache.pages import PagePool
+from corolla.chassis.errors import OutOfPages
 
 Extent = tuple[int, int]
 """A run of slots: the first slot and how many. Slot `s` is token `s % page_tokens` of page `s // page_tokens`."""
@@ -46,9 +47,14 @@ class GroupRule:
 class PageTable:
     """The pages of one session in one group of layers, in order, for the tokens from `first_token` on.
 
-    Invariant: from the first step of the session on, the table holds at most the pages that it was promised.
+    The first `num_common` pages are held in common with other sessions: this one does not write to them. A group with a
+    window holds none in common, since pages that it gives back have to be replaced by others.
+
+    Invariant: from the first step of the session on, the table holds at most the pages that it was promised, apart from
+    those held in common.
 
     Attributes:
+        account: the account that is charged for the pages held in common; None: no account is.
         version: another number after each change of the pages; no two tables ever have the same one.
     """
 
@@ -61,6 +67,8 @@ class PageTable:
         self._runs: list[tuple[int, int, int]] | None = None
         self.version = next(_versions)
         self.num_promised = 0
+        self.num_common = 0
+        self.account: str | None = None
         self._num_wanted = 0
 
     @property
@@ -123,7 +131,7 @@ class PageTable:
     def resize(self, max_tokens: int) -> None:
         """Changes the table to hold pages for `max_tokens` tokens, within the promise."""
         self._num_wanted = self._pool.pages_for(max_tokens)
-        self._cut(min(self._num_wanted, self._first + self.num_promised))
+        self._cut(min(self._num_wanted, self._first + self.num_common + self.num_promised))
         self._fill()
 
     def make_writable(self, position: int, num_tokens: int) -> Copies:
@@ -131,11 +139,16 @@ class PageTable:
 
         Returns:
             The copies of shared pages to make before the new tokens are written.
+
+        Raises:
+            OutOfPages: pages held in common would be written to, and the pool has too few for copies. After `own_from`
+                this does not happen.
         """
         if position == 0 and self.first_held_token:
             self.clear()
         page_tokens = self._pool.page_tokens
         start, end = position // page_tokens, self._pool.pages_for(position + num_tokens)
+        self.own_from(start)
         if end > (held_end := self.end_index):
             self._num_wanted = max(self._num_wanted, end)
             self._fill()
@@ -154,6 +167,33 @@ class PageTable:
         self._note_change()
         # Only the first of these pages can have tokens before the new ones.
         return [(old[0], new[0])] if shared[0] * page_tokens < position else []
+
+    def own_from(self, index: int) -> None:
+        """Gets a promise for the pages held in common from page `index` on, so that their tokens may be written.
+
+        Raises:
+            OutOfPages: the pool has too few pages for copies; nothing has changed.
+        """
+        num_owned = self.num_common - index
+        if num_owned > 0:
+            self._pool.stop_reading(self._pages[index : self.num_common], self.account, num_promised=num_owned)
+            self.num_common, self.num_promised = index, self.num_promised + num_owned
+
+    def hold_in_common(self, num_pages: int) -> None:
+        """Holds the first `num_pages` pages in common, and gives the promise for them back."""
+        num_more = min(num_pages, len(self._pages), self.num_common + self.num_promised) - self.num_common
+        if num_more > 0 and not self.has_window:
+            self._pool.promise(-num_more)
+            self._pool.read(self._pages[self.num_common : self.num_common + num_more], self.account)
+            self.num_common, self.num_promised = self.num_common + num_more, self.num_promised - num_more
+
+    def charge_to(self, account: str | None) -> None:
+        """Charges another account for the pages held in common."""
+        if account != self.account:
+            pages = self._pages[: self.num_common]
+            self._pool.charge(pages, self.account, -1)
+            self._pool.charge(pages, account)
+            self.account = account
 
     def slide(self, num_tokens: int) -> None:
         """Gives back the pages that no token after the first `num_tokens` can see."""
@@ -177,8 +217,15 @@ class PageTable:
 
     def clear(self) -> None:
         """Gives all pages back; the promise remains."""
+        self.stop_reading(0)
         self._pool.release(self._pages)
         self.drop()
+
+    def stop_reading(self, index: int) -> None:
+        """Holds no page in common from page `index` on. The caller gives these pages back."""
+        if index < self.num_common:
+            self._pool.stop_reading(self._pages[index : self.num_common], self.account)
+            self.num_common = index
 
     def drop(self) -> None:
         """Forgets all pages, which the caller has given back."""
@@ -190,27 +237,50 @@ class PageTable:
         held = self._pages[: max(0, self._pool.pages_for(num_tokens) - self._first)]
         twin._set(self._first, held, self._num_forgotten)
         self._pool.share(twin._pages)
+        twin.num_common = min(self.num_common, len(held))
+        self._pool.read(held[: twin.num_common])  # this table reads them, so they count already
         return twin
 
-    def adopt(self, twin: "PageTable", num_tokens: int) -> None:
+    def adopt(self, twin: "PageTable", num_tokens: int, num_common: int) -> None:
         """Takes the pages of the first `num_tokens` tokens from `twin`, and keeps its own pages after them.
 
-        `twin` is a table that `share` returned; it is empty afterwards.
+        `twin` is a table that `share` returned; it is empty afterwards. At most the first `num_common` pages are held
+        in common from now on; this table may not hold more before.
         """
         twin._cut(self._pool.pages_for(num_tokens))
         end = twin.end_index
-        room = max(0, self.num_promised - len(twin._pages))
+        twin.stop_reading(num_common)
+        num_less = twin.num_common - self.num_common
+        self._pool.stop_reading(self._pages[: self.num_common], self.account, num_promised=-num_less)
+        self._pool.charge(twin._pages[: twin.num_common], self.account)
+        self.num_promised -= num_less
+        self.num_common, twin.num_common = twin.num_common, 0
+        room = max(0, self.num_promised + self.num_common - len(twin._pages))
         start = end - self._first
         kept = self._pages[start : start + room] if start >= 0 else []
         self._pool.release(self._pages[:start] + self._pages[start + len(kept) :] if kept else self._pages)
         self._set(twin._first, twin._pages + kept, twin._num_forgotten)
         twin._set(0, [])
 
-    def hold_cached(self, first: int, pages: list[int]) -> None:
-        """Replaces all held pages with pages of the prefix cache; the first one becomes the session's page `first`."""
+    def hold_cached(self, first: int, pages: list[int], num_common: int) -> None:
+        """Replaces all held pages with pages of the prefix cache; the first one becomes the session's page `first`.
+
+        The first `num_common` of them are held in common.
+
+        Raises:
+            OutOfPages: the pool has too few pages for those held in common; nothing has changed.
+        """
+        num_common = 0 if self.has_window else min(num_common, len(pages))
         self._pool.share(pages)
+        try:
+            self._pool.read(pages[:num_common], self.account)
+        except OutOfPages:
+            self._pool.release(pages)
+            raise
+        self.stop_reading(0)
         self._pool.release(self._pages)
         self._set(first, pages)
+        self.num_common = num_common
 
     def num_needed_pages(self) -> int | None:
         """How many pages directly before a page the first token of that page sees; None for all."""
@@ -271,7 +341,7 @@ class PageTable:
         return self._runs
 
     def _fill(self) -> None:
-        num_missing = min(self.num_promised, self._num_wanted - self._first) - len(self._pages)
+        num_missing = min(self.num_common + self.num_promised, self._num_wanted - self._first) - len(self._pages)
         if num_missing > 0:
             self._pages += self._pool.allocate(num_missing, self._pages[-1] if self._pages else None)
             self._note_change()
@@ -279,6 +349,7 @@ class PageTable:
     def _cut(self, num_pages: int) -> None:
         num_held = max(0, num_pages - self._first)
         if num_held < len(self._pages):
+            self.stop_reading(num_held)
             self._pool.release(self._pages[num_held:])
             del self._pages[num_held:]
             self._note_change()

@@ -371,6 +371,7 @@ class Open(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     LONG_FACTORS_FIELD_NUMBER: _builtins.int
     STANDBY_TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    WRITE_START_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """The number of this request, which its answer carries, too."""
     session_id: _builtins.bytes
@@ -397,6 +398,10 @@ class Open(_message.Message):
     """16 random bytes, if this server is only a standby: it takes no steps of the session, and another hop fills it by
     HandoverTokens with this transfer id. It reserves no pages ahead, and may evict the session. An Open of a later epoch
     without this field, and with `resume`, makes it a hop that holds what has arrived.
+    """
+    write_start: _builtins.int
+    """The session writes to no position before this one until it is opened again, so it needs no pages of its own for the
+    whole pages of `text` before it that other sessions hold, too. 0: it may write everywhere.
     """
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
@@ -451,10 +456,11 @@ class Open(_message.Message):
         adapter: _common_pb2.AdapterVersion | None = ...,
         long_factors: _builtins.bool = ...,
         standby_transfer_id: _builtins.bytes = ...,
+        write_start: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "standby_transfer_id", b"standby_transfer_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "standby_transfer_id", b"standby_transfer_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient", "write_start", b"write_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -772,6 +778,7 @@ class Opened(_message.Message):
     MIN_POSITION_FIELD_NUMBER: _builtins.int
     KEPT_START_FIELD_NUMBER: _builtins.int
     KEPT_END_FIELD_NUMBER: _builtins.int
+    COMMON_END_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     session_id: _builtins.bytes
@@ -784,6 +791,10 @@ class Opened(_message.Message):
     kept_start: _builtins.int
     """The tokens [kept_start, kept_end) are those whose outputs the server keeps for the session."""
     kept_end: _builtins.int
+    common_end: _builtins.int
+    """Before this position the session may share pages without having pages of its own for them. If the client has to
+    write there, it opens the session again with a lower Open.write_start; a step may be refused.
+    """
     @_builtins.property
     def load(self) -> Global___HopLoad:
         """The load with this session. Servers of earlier releases do not send it."""
@@ -798,11 +809,12 @@ class Opened(_message.Message):
         min_position: _builtins.int = ...,
         kept_start: _builtins.int = ...,
         kept_end: _builtins.int = ...,
+        common_end: _builtins.int = ...,
         load: Global___HopLoad | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "load", b"load", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_end", b"common_end", "epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "load", b"load", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

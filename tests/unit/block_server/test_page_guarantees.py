@@ -1,5 +1,7 @@
 """Pages that are guaranteed to a tenant are there for it, whatever other tenants hold."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
+from corolla.cache.prefixes import ExpectedText
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import OutOfPages
@@ -62,6 +65,34 @@ def test_what_a_tenant_holds_of_its_own_it_opens_again() -> None:
     table.open(a_request("noisy", "n0", 8, epoch=3), 0.0)
     with pytest.raises(OutOfPages):
         table.open(a_request("noisy", "n0", 9, epoch=4), 0.0)
+
+
+def test_a_tenant_is_charged_once_for_what_its_sessions_share() -> None:
+    """Until the last one has left that is not idle."""
+    table = a_table(quiet=6)
+    text = ExpectedText(b"quiet", tuple(bytes([number]) * 16 for number in range(4)), 4 * PAGE_TOKENS + 1)
+
+    def opened(name: str, epoch: int = 1) -> None:
+        request = replace(a_request("quiet", name, 5, epoch), text=text, write_start=text.num_tokens)
+        cache = table.open(request, 0.0).cache
+        position, num_more = cache.num_tokens, 4 * PAGE_TOKENS - cache.num_tokens
+        if num_more:
+            cache.make_writable(position, num_more)
+            cache.commit(4 * PAGE_TOKENS)
+
+    opened("q0")
+    assert table.num_kept_pages == 1
+    opened("q1")
+    assert (table.num_kept_pages, table.pool.num_available) == (0, 6)
+    table.open(a_request("noisy", "n0", 6), 0.0)
+    with pytest.raises(OutOfPages):
+        opened("q2")
+    table.truncate(b"q0", 1, 4 * PAGE_TOKENS, idle=True)
+    assert (table.num_kept_pages, table.num_available_pages) == (1, 1)
+    table.end(b"q1", 1)
+    assert (table.num_kept_pages, table.num_available_pages) == (6, 6)
+    opened("q0", 2)
+    assert (table.num_kept_pages, table.num_available_pages) == (1, 1)
 
 
 def test_an_idle_session_is_no_part_of_what_its_tenant_holds() -> None:

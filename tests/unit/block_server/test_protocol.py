@@ -191,7 +191,8 @@ class Protocol(RuleBasedStateMachine):
         (answer,) = self.say(client, step, np.array(states, dtype=np.float32).tobytes())
         held, origin = self.held.get(session_id), self.held.get(source or session_id)
         reason = answer.control.reason if isinstance(answer.control, pb.Fault) else ""
-        if held is None or held.client != client or origin is None or origin.client != client:
+        is_lost = held is None or origin is None or {held.client, origin.client} != {client}
+        if held is None or origin is None or is_lost or held.tenant != origin.tenant:
             assert reason == "HOP_SESSION_LOST"
         elif held.epoch != epoch or held.is_idle:
             assert reason == "STALE_EPOCH"

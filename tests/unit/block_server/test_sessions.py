@@ -1,6 +1,7 @@
 """The sessions of a hop, against a model of its promises, for any order of requests."""
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, Open
 from corolla.block_server.invariants import check
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.pages import PagePool
+from corolla.cache.prefixes import ExpectedText, PrefixKey
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.tables import GroupRule
 from corolla.chassis.errors import CorollaError, HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
@@ -23,6 +25,7 @@ from corolla.wire.span import Span
 NUM_PAGES, PAGE_TOKENS = 12, 4
 BLOCKS = (Span(0, 2), Span(0, 3))
 CLIENTS = (b"c" * 16, b"d" * 16)
+HASHES = tuple(bytes([number]) * 16 for number in range(6))
 
 
 def a_request(session_id: bytes = b"s", **changes: Any) -> OpenRequest:
@@ -80,15 +83,18 @@ class Hop(RuleBasedStateMachine):
     @rule(
         session_id=ids, epoch=st.integers(1, 6), tenant=st.sampled_from("tu"), client_id=st.sampled_from(CLIENTS),
         resume=st.booleans(), max_tokens=st.integers(1, NUM_PAGES * PAGE_TOKENS + 8), blocks=st.sampled_from(BLOCKS),
-        transient=st.booleans(), long_factors=st.booleans(),
+        transient=st.booleans(), long_factors=st.booleans(), num_hashes=st.integers(0, len(HASHES)),
+        write_start=st.sampled_from([0, 0, 10, 100]),
     )  # fmt: skip
-    def open(self, session_id: bytes, **fields: Any) -> None:
+    def open(self, session_id: bytes, num_hashes: int, **fields: Any) -> None:
         request = OpenRequest(session_id=session_id, lease_s=5.0, **fields)
+        if num_hashes:
+            # The salt of a text has its tenant and blocks in it.
+            salt = repr((request.tenant, request.blocks, request.long_factors)).encode()
+            text = ExpectedText(salt, HASHES[:num_hashes], num_hashes * PAGE_TOKENS + 1)
+            request = replace(request, text=text)
         before, held = self.snapshot(), self.held(session_id)
-        num_idle_pages = sum(
-            each.num_pages for each in self.table if each.is_idle and each.request.session_id != session_id
-        )
-        room = self.table.pool.num_available + num_idle_pages + (held.num_pages if held else 0)
+        fits = self.fits(request, held)
         tokens_before = held.cache.num_tokens if held else 0
         way_before = (held.request.blocks, held.request.long_factors) if held else None
         epoch_before, idle_before = (held.request.epoch, held.is_idle) if held else (0, False)
@@ -103,16 +109,41 @@ class Hop(RuleBasedStateMachine):
             taken_back = (held.is_idle or held.is_unclaimed) and held.request.client_id == request.client_id
             assert held.request.epoch > request.epoch or not taken_back
         except OutOfPages:
-            assert self.table.pool.pages_for(request.max_tokens) > room
+            assert not fits
         else:
+            assert fits
             may_keep = request.resume and way_before == (request.blocks, request.long_factors)
-            assert opened.cache.num_tokens == (min(tokens_before, request.max_tokens) if may_keep else 0)
-            assert opened.num_pages == self.table.pool.pages_for(request.max_tokens)
+            num_kept = min(tokens_before, request.max_tokens) if may_keep else 0
+            assert opened.cache.num_tokens == num_kept or (not num_kept and num_hashes)
+            num_pages = self.table.pool.pages_for(request.max_tokens)
+            assert opened.num_pages + opened.cache.num_common_pages == num_pages
+            assert opened.cache.common_end <= request.write_start
             assert opened.request == request
             assert not opened.is_idle
             assert epoch_before < request.epoch or (epoch_before == request.epoch and idle_before)
             return
         assert self.snapshot() == before, "what is refused changes nothing"
+
+    def fits(self, request: OpenRequest, held: HopSession[SessionPages] | None) -> bool:
+        """Whether a session has room once all others that are idle are gone: it counts page by page."""
+        pool = self.table.pool
+        most_common = min(request.write_start, request.max_tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
+        common: list[int] = []
+        keeps = held is not None and request.resume and held.request.agrees_with(request)
+        if keeps:
+            assert held is not None
+            (table,) = held.cache.tables
+            common = list(table.pages[: table.num_common])
+        if request.text is not None and not (keeps and held is not None and held.cache.num_tokens):
+            hashes = request.text.hashes[: request.max_tokens // PAGE_TOKENS]
+            found = [pool.find_prefix(PrefixKey(request.text.salt, each, 0)) for each in hashes]
+            cached = list(takewhile(lambda page: page is not None, found))
+            common = [page for page in cached if page is not None] or common
+        common = common[:most_common]
+        others = [each for each in self.table if each is not held and not each.is_idle]
+        taken = {page for each in others for table in each.cache.tables for page in table.pages[: table.num_common]}
+        num_more = pool.pages_for(request.max_tokens) - len(common) + len(taken.union(common))
+        return sum(each.num_pages for each in others) + num_more <= NUM_PAGES
 
     @rule(
         session_id=ids,
@@ -150,7 +181,8 @@ class Hop(RuleBasedStateMachine):
             assert failure.held == held.cache.num_tokens
         else:
             assert isinstance(failure, OutOfPages)
-            assert position + num_tokens > held.num_pages * PAGE_TOKENS
+            num_pages = held.num_pages + held.cache.num_common_pages
+            assert position + num_tokens > num_pages * PAGE_TOKENS or position < held.cache.common_end
 
     @rule(session_id=ids, epoch_offset=st.integers(-1, 1), position=st.integers(0, 60), idle=st.booleans())
     def truncate(self, session_id: bytes, epoch_offset: int, position: int, idle: bool) -> None:
@@ -162,7 +194,8 @@ class Hop(RuleBasedStateMachine):
             assert self.snapshot() == before
         else:
             assert held.cache.num_tokens == min(position, tokens_before)
-            assert held.num_pages == self.table.pool.pages_for(held.cache.num_tokens)
+            num_pages = held.num_pages + held.cache.num_common_pages
+            assert num_pages == self.table.pool.pages_for(held.cache.num_tokens)
             assert held.is_idle == (idle or was_idle), "a turn that is over begins again by an open only"
 
     @rule(session_id=ids, epoch_offset=st.integers(-1, 1))
@@ -192,10 +225,11 @@ class Hop(RuleBasedStateMachine):
     @invariant()
     def pages_add_up(self) -> None:
         pool = self.table.pool
-        assert sum(held.num_pages for held in self.table) + pool.num_available == NUM_PAGES
+        assert sum(held.num_pages for held in self.table) + pool.num_common + pool.num_available == NUM_PAGES
         for held in self.table:
-            assert held.num_pages >= pool.pages_for(held.cache.num_tokens)
-            assert sum(table.num_pages for table in held.cache.tables) <= held.num_pages
+            num_pages = held.num_pages + held.cache.num_common_pages
+            assert num_pages >= pool.pages_for(held.cache.num_tokens)
+            assert sum(table.num_pages for table in held.cache.tables) <= num_pages
 
     @invariant()
     def tables_agree(self) -> None:
@@ -524,8 +558,9 @@ def test_a_draining_server_opens_no_session_and_keeps_its_own_until_they_have_mo
 def a_standby(table: SessionTable[SessionPages], num_tokens: int, **changes: Any) -> HopSession[SessionPages]:
     """A standby that another hop has filled."""
     held = table.open_standby(a_request(standby_transfer_id=TRANSFER, transient=True, **changes), 0.0)
-    table.grow_standby(held, num_tokens)
-    held.cache.make_writable(0, num_tokens)
+    start = held.cache.num_tokens
+    table.grow_standby(held, start, num_tokens)
+    held.cache.make_writable(start, num_tokens - start)
     held.cache.commit(num_tokens)
     return held
 
@@ -558,13 +593,29 @@ def test_a_standby_goes_before_any_conversation() -> None:
     assert table.get(b"talk") is not None
 
 
+def test_standbys_hold_what_they_find_in_common_with_sessions() -> None:
+    table, text = a_table(), ExpectedText(b"t", HASHES[:4], 4 * PAGE_TOKENS + 1)
+    first = table.open(a_request(text=text, write_start=text.num_tokens, max_tokens=16), 0.0)
+    step(table, first.request, 0, 16)
+    for name in (b"1", b"2", b"3", b"4"):
+        held = a_standby(table, 20, session_id=name, max_tokens=32, text=text)
+        assert (held.cache.num_tokens, held.num_pages) == (20, 1)
+    table.open(a_request(b"busy"), 0.0)
+    assert table.pool.num_available == NUM_PAGES - 4 - 4 - 2
+    with pytest.raises(OutOfPages):
+        table.grow_standby(held, 2, 20)
+    table.end(b"1", 1)
+    table.grow_standby(held, 9, 20)
+    assert (held.num_pages, held.cache.common_end) == (3, 8)
+
+
 def test_standbys_take_half_of_the_pages_together() -> None:
     table = a_table()
     half = NUM_PAGES // 2
     first, second = (a_standby(table, PAGE_TOKENS, session_id=name, max_tokens=64) for name in (b"1", b"2"))
     with pytest.raises(OutOfPages):
-        table.grow_standby(second, half * PAGE_TOKENS)
-    table.grow_standby(second, (half - 1) * PAGE_TOKENS)
+        table.grow_standby(second, PAGE_TOKENS, half * PAGE_TOKENS)
+    table.grow_standby(second, PAGE_TOKENS, (half - 1) * PAGE_TOKENS)
     assert (first.num_pages, second.num_pages) == (1, half - 1)
 
 

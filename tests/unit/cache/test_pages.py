@@ -49,6 +49,7 @@ class Held:
     tokens: list[Token] = field(default_factory=list)
     text: list[Token] = field(default_factory=list)
     max_tokens: int = 0
+    tenant: str = ""
 
 
 class Pages(RuleBasedStateMachine):
@@ -66,19 +67,29 @@ class Pages(RuleBasedStateMachine):
     def some(self, data: st.DataObject) -> Held:
         return data.draw(st.sampled_from(self.held))
 
-    @rule(max_tokens=st.integers(1, 20), text=st.sampled_from([None, *TEXTS]), tenant=st.sampled_from("tu"))
-    def open(self, max_tokens: int, text: list[Token] | None, tenant: str) -> None:
-        session = Held(SessionPages(self.pool, self.group_rules), max_tokens=max_tokens)
-        needed, available = session.pages.worst_case(max_tokens), self.pool.num_available
+    @rule(
+        max_tokens=st.integers(1, 20),
+        text=st.sampled_from([None, *TEXTS]),
+        tenant=st.sampled_from("tu"),
+        write_start=st.sampled_from([0, 7, 20]),
+        is_charged=st.booleans(),
+    )
+    def open(self, max_tokens: int, text: list[Token] | None, tenant: str, write_start: int, is_charged: bool) -> None:
+        session = Held(SessionPages(self.pool, self.group_rules), max_tokens=max_tokens, tenant=tenant)
+        if is_charged:
+            session.pages.charge_to(tenant)
         before = self.numbers()
-        expected = text and ExpectedText(tenant.encode(), hashes_of(text), len(text))
+        expected = ExpectedText(tenant.encode(), hashes_of(text), len(text)) if text else None
+        needed, available = session.pages.num_missing(max_tokens, expected, write_start), self.pool.num_available
+        assert needed <= session.pages.worst_case(max_tokens)
+        assert write_start or needed == session.pages.worst_case(max_tokens)
         try:
-            session.pages.allocate(max_tokens, expected or None)
+            session.pages.allocate(max_tokens, expected, write_start)
         except OutOfPages:
             assert needed > available
             assert self.numbers() == before
             return
-        assert needed <= available
+        assert self.pool.num_available == available - needed
         assert session.pages.num_tokens % PAGE_TOKENS == 0
         assert session.pages.num_tokens < len(text or []) or not session.pages.num_tokens
         if text is not None:
@@ -103,14 +114,20 @@ class Pages(RuleBasedStateMachine):
             assert pages.min_position > position
             position = 0
             num_tokens = min(num_tokens, session.max_tokens)
+        assert pages.common_end <= pages.write_start
+        before = self.numbers()
+        try:
+            pages.own_from(position)
+        except OutOfPages:
+            num_read = sum(max(0, table.num_common - position // PAGE_TOKENS) for table in pages.tables)
+            assert num_read > self.pool.num_available
+            assert self.numbers() == before or len(self.group_rules) > 1
+            return
         pages.truncate(position)
         del session.tokens[position:]
         copies = pages.make_writable(position, num_tokens)
         for source, target in copies:
-            for offset in range(PAGE_TOKENS):
-                self.contents.pop(target * PAGE_TOKENS + offset, None)
-                if source * PAGE_TOKENS + offset in self.contents:
-                    self.contents[target * PAGE_TOKENS + offset] = self.contents[source * PAGE_TOKENS + offset]
+            self.copy(source, target)
         follows_text = session.tokens == session.text[:position]
         new = session.text[position : position + num_tokens] if follows_text else []
         name = data.draw(st.sampled_from(["tx", "ty"]))
@@ -124,6 +141,36 @@ class Pages(RuleBasedStateMachine):
             if session.tokens[: len(session.text)] != session.text[: len(session.tokens)]:
                 session.text = []
         note(f"{len(self.held)} sessions, {self.numbers()}")
+
+    def of_tenant(self, tenant: str) -> list[int]:
+        return [number for number, each in enumerate(self.held) if each.tenant == tenant]
+
+    def copy(self, source: int, target: int) -> None:
+        for offset in range(PAGE_TOKENS):
+            self.contents.pop(target * PAGE_TOKENS + offset, None)
+            if source * PAGE_TOKENS + offset in self.contents:
+                self.contents[target * PAGE_TOKENS + offset] = self.contents[source * PAGE_TOKENS + offset]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), max_tokens=st.integers(1, 20), write_start=st.sampled_from([0, 3, 7, 20]))
+    def open_again(self, data: st.DataObject, max_tokens: int, write_start: int) -> None:
+        session = self.some(data)
+        max_tokens = max(max_tokens, session.pages.num_tokens)
+        needed = session.pages.num_missing(max_tokens, None, write_start, is_kept=True)
+        available = self.pool.num_available
+        try:
+            session.pages.allocate(max_tokens, None, write_start)
+        except OutOfPages:
+            assert needed > available
+            return
+        assert self.pool.num_available == available - needed
+        session.max_tokens, session.text = max_tokens, []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def charge_another(self, data: st.DataObject) -> None:
+        session = self.some(data)
+        session.pages.charge_to(None if session.pages.tables[0].account else session.tenant)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), num_more=st.integers(0, 6))
@@ -162,14 +209,18 @@ class Pages(RuleBasedStateMachine):
     def swap(self, data: st.DataObject) -> None:
         """Beams change places: all sources are read before any row changes."""
         targets = data.draw(st.lists(st.sampled_from(range(len(self.held))), min_size=1, max_size=3, unique=True))
-        sources = [data.draw(st.sampled_from(range(len(self.held)))) for _ in targets]
+        sources = [data.draw(st.sampled_from(self.of_tenant(self.held[target].tenant))) for target in targets]
         twins = [(self.held[source].pages.fork(), list(self.held[source].tokens)) for source in sources]
         texts = [list(self.held[source].text) for source in sources]
         for target, (twin, tokens), text in zip(targets, twins, texts, strict=True):
             session = self.held[target]
             position = twin.nearest_position(min(len(tokens), session.max_tokens))
             twin.truncate(position)
-            session.pages.adopt(twin)
+            try:
+                session.pages.adopt(twin)
+            except OutOfPages:
+                twin.clear()
+                continue
             session.tokens, session.text = tokens[:position], text if len(tokens) == position else []
 
     @precondition(lambda self: self.held)
@@ -205,10 +256,16 @@ class Pages(RuleBasedStateMachine):
         assert pool.num_used + pool.num_reserved + pool.num_cached + pool.num_free == NUM_PAGES
         assert min(pool.num_used, pool.num_reserved, pool.num_cached, pool.num_free) >= 0
         assert pool.num_used == len({page for each in self.held for table in each.pages.tables for page in table.pages})
-        assert NUM_PAGES - pool.num_available == sum(each.pages.num_pages for each in self.held)
-        for each in self.held:
-            for table in each.pages.tables:
-                assert table.num_pages <= table.num_promised
+        tables = [table for each in self.held for table in each.pages.tables]
+        common = {page for table in tables for page in table.pages[: table.num_common]}
+        assert pool.num_common == len(common)
+        assert NUM_PAGES - pool.num_available == sum(each.pages.num_pages for each in self.held) + len(common)
+        assert pool.num_charged.total() == pool.num_common - pool.num_uncharged >= 0
+        charged = {page for table in tables if table.account for page in table.pages[: table.num_common]}
+        assert pool.num_charged.total() == len(charged)
+        for table in tables:
+            assert table.num_pages <= table.num_common + table.num_promised
+            assert not (table.num_common and table.has_window)
 
     @invariant()
     def cached_pages_are_found_with_those_that_they_need(self) -> None:
@@ -297,6 +354,35 @@ def test_a_text_that_was_computed_again_is_as_new_in_all_groups() -> None:
     assert pool.num_cached == 8
     evict(2)
     assert opened(text).num_tokens == 6
+
+
+def test_sessions_that_share_a_beginning_count_it_once() -> None:
+    pool = PagePool(100, PAGE_TOKENS)
+    text = [("a", index) for index in range(60)]
+    expected = ExpectedText(b"t", hashes_of(text), len(text))
+
+    def opened(write_start: int = len(text)) -> SessionPages:
+        session = SessionPages(pool, [GroupRule()])
+        session.allocate(len(text), expected, write_start)
+        return session
+
+    first = opened()
+    first.make_writable(0, len(text))
+    first.commit(len(text))
+    assert (first.num_pages, pool.num_common, pool.num_available) == (0, 20, 80)
+    sharers = [opened() for _ in range(64)]
+    assert pool.num_available == 80 - 64  # each has the page of its last token to itself
+    with pytest.raises(OutOfPages):
+        opened(0)
+    first.clear()
+    assert pool.num_available == 80 - 64 + 1
+    with pytest.raises(OutOfPages):
+        sharers[0].own_from(0)
+    for session in sharers[1:]:
+        session.clear()
+    sharers[0].own_from(0)
+    assert (sharers[0].num_pages, pool.num_common, pool.num_available) == (20, 0, 80)
+    assert not sharers[0].make_writable(0, len(text)), "the only holder needs no copies"
 
 
 def kept(pool: PagePool, name: str, num_pages: int, *, together: int = 1) -> tuple[bytes, ...]:

@@ -128,7 +128,8 @@ class HandoverReceiver:
             if done.done():
                 return  # the part was given up with its stream
             try:
-                self.sessions.grow_standby(self._arriving(control), control.position + control.num_tokens)
+                end = control.position + control.num_tokens
+                self.sessions.grow_standby(self._arriving(control), control.position, end)
             except Exception as error:
                 done.set_exception(error)
             else:
