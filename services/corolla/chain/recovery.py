@@ -19,7 +19,7 @@ from corolla.chain.recovery_budget import (
     classify,
     moved_blocks,
 )
-from corolla.chain.recovery_plan import CLIENT, HopState, plan_segments
+from corolla.chain.recovery_plan import CLIENT, HopState, ReplaySegment, plan_segments
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
@@ -85,6 +85,20 @@ class _Job:
     @property
     def position(self) -> int:
         return max(sequence.position for sequence in self.sequences)
+
+    def hop_states(self, number: int) -> list[HopState]:
+        """The state of one of the sequences on each hop when the chain was opened, as far as it is of use."""
+        if number in self.stale:
+            return [HopState(0)] * len(self.binding.chain.hops)
+        return self.binding.hop_states(number)
+
+    def segments(self, number: int, states: Sequence[HopState]) -> list[ReplaySegment]:
+        """The replays that give the hops in these states what they lack of one of the sequences."""
+        states = [
+            HopState(state.num_held, state.min_position) if hop.server_id in self.without_outputs else state
+            for hop, state in zip(self.binding.chain.hops, states, strict=True)
+        ]
+        return plan_segments(states, self.sequences[number].position, may_scratch=self.may_scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +188,7 @@ class Recovery:
                     binding.identities, replace(options, recorded_chain=binding.chain), binding.chain
                 )
             except NotOpened as refused:
-                if all(isinstance(each, OutOfPages) for _, each in refused.failures):
+                if refused.are_full:
                     continue
                 failure = self._on_refusal(job, refused)
                 break
@@ -337,7 +351,9 @@ class Recovery:
 
     def _on_refusal(self, job: _Job, refused: NotOpened) -> CorollaError:
         message = "a hop of the chain is not reachable"
-        job.longest_pause_s = LONGEST_BUSY_PAUSE_S if refused.is_for_now else _LONGEST_PAUSE_S
+        # Sessions that recover, too, take pages only for a while that they share afterwards.
+        is_for_now = refused.is_for_now or refused.are_full
+        job.longest_pause_s = LONGEST_BUSY_PAUSE_S if is_for_now else _LONGEST_PAUSE_S
         for hop, failure in refused.failures:
             if isinstance(failure, QueueFull):
                 message = failure.message
@@ -351,13 +367,13 @@ class Recovery:
         return HopUnavailable(message)
 
     async def _fill_all(self, job: _Job) -> CorollaError | None:
-        nothing = [HopState(0)] * len(job.binding.chain.hops)
-        tasks = [
-            asyncio.ensure_future(
-                self._fill(job, number, nothing if number in job.stale else job.binding.hop_states(number))
-            )
-            for number in range(len(job.sequences))
-        ]
+        try:
+            while lower := job.binding.before_common_end(self._write_starts(job)):
+                await self.reservations.own(job.binding, lower)
+        except NotOpened as refused:
+            return self._on_refusal(job, refused)
+        numbers = range(len(job.sequences))
+        tasks = [asyncio.ensure_future(self._fill(job, number, job.hop_states(number))) for number in numbers]
         try:
             # If a task fails while this one is cancelled, `gather` would raise the failure instead of CancelledError.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -374,13 +390,18 @@ class Recovery:
             raise min(failures, key=lambda failure: isinstance(failure, asyncio.CancelledError))
         return None
 
+    def _write_starts(self, job: _Job) -> list[int]:
+        """The lowest position that the recovery, or what follows it, writes on each hop."""
+        starts = [min(sequence.position for sequence in job.sequences)] * len(job.binding.chain.hops)
+        for number in range(len(job.sequences)):
+            for segment in job.segments(number, job.hop_states(number)):
+                for hop in set(segment.hops) - segment.scratch:
+                    starts[hop] = min(starts[hop], segment.start)
+        return starts
+
     async def _fill(self, job: _Job, number: int, states: Sequence[HopState]) -> None:
         sequence, hops = job.sequences[number], job.binding.chain.hops
-        states = [
-            HopState(state.num_held, state.min_position) if hop.server_id in job.without_outputs else state
-            for hop, state in zip(hops, states, strict=True)
-        ]
-        for segment in plan_segments(states, sequence.position, may_scratch=job.may_scratch):
+        for segment in job.segments(number, states):
             method = "tokens" if segment.source == CLIENT else "outputs"
             try:
                 with spans.span("replay", source=method, start=segment.start, end=sequence.position):

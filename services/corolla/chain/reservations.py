@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -46,7 +46,8 @@ from corolla.wire.span import Span
 log = logging.getLogger(__name__)
 
 _MAX_REFUSALS: Final = 3
-_ALL_TOKENS: Final = 2**31
+ALL_TOKENS: Final = 2**31
+"""More tokens than any session has."""
 # Failures that another chain may avoid. CapabilityDenied is one: for a while a hop may trust another authority than the
 # other hops do, or its clock may be wrong.
 _AVOIDABLE: Final = (HopUnavailable, HopLeaving, OutOfPages, QueueFull, CapabilityDenied, AdapterNotLoaded)
@@ -130,6 +131,8 @@ class OpenOptions:
         long_factors: whether the hops use the long factors of a longrope embedding.
         samplers: for each session, how its last hop chooses tokens; None where the last hop sends hidden states.
         keeps_outputs: whether hops keep what they send on, in case the next hop is lost.
+        write_start: the sessions write to no position of their texts before this one, unless `Reservations.own` opens
+            them again. So hops need no pages for what they share before it.
         trace: the request's trace context, as headers; empty where the request is not traced.
     """
 
@@ -150,6 +153,7 @@ class OpenOptions:
     long_factors: bool = False
     samplers: Sequence[SamplerRecord] | None = None
     keeps_outputs: bool = True
+    write_start: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -177,6 +181,7 @@ class ChainBinding:
         max_step_tokens: the most tokens that every hop takes in one step.
         open_replies: for each hop, its answer for each session when the chain was opened.
         standbys: the servers that stand by for the chain's hops.
+        write_start: the lowest position from which the sessions were opened again, to be written from there.
         open_identities: the identities under which every hop of the chain last opened the sessions.
     """
 
@@ -186,6 +191,7 @@ class ChainBinding:
     max_step_tokens: int
     open_replies: Sequence[Sequence[pb.Opened]] = ()
     standbys: StandbyHops = field(default_factory=StandbyHops)
+    write_start: int = ALL_TOKENS
     open_identities: tuple[SessionIdentity, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,6 +206,14 @@ class ChainBinding:
             position = min(position, self.open_options.max_position)
         # One hop's sliding window may have moved beyond the last token that another hop holds.
         return position if position >= max(reply.min_position for reply in replies) else 0
+
+    def before_common_end(self, starts: Sequence[int]) -> dict[int, int]:
+        """The hops that have to open the sessions again, by number, if each is written from its position in `starts`.
+
+        They hold pages in common there.
+        """
+        ends = [max(reply.common_end for reply in on_hop) for on_hop in self.open_replies]
+        return {number: start for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end}
 
     def hop_states(self, number: int) -> list[HopState]:
         """The state of one of the sessions on each hop when the chain was opened."""
@@ -222,9 +236,10 @@ class ChainBinding:
         trusted = {hop.server_id: num_tokens for hop, num_tokens in self.standbys.trusted_on(opened.chain)}
         for hop, on_hop in zip(opened.chain.hops, opened.open_replies, strict=True):
             for reply in on_hop:
-                reply.num_cached_tokens = min(reply.num_cached_tokens, trusted.get(hop.server_id, _ALL_TOKENS))
+                reply.num_cached_tokens = min(reply.num_cached_tokens, trusted.get(hop.server_id, ALL_TOKENS))
         self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
         self.open_replies, self.open_identities = opened.open_replies, opened.identities
+        self.write_start = min(self.write_start, opened.write_start)
 
 
 def hop_texts(
@@ -291,6 +306,11 @@ class NotOpened(Exception):
         """The hop refused only because it had too many sessions to open at that moment."""
         return any(isinstance(failure, QueueFull) for _, failure in self.failures)
 
+    @property
+    def are_full(self) -> bool:
+        """The hops refused only because they had too few pages."""
+        return all(isinstance(failure, OutOfPages) for _, failure in self.failures)
+
 
 @dataclass(frozen=True, slots=True)
 class Reservations:
@@ -334,7 +354,7 @@ class Reservations:
                 await asyncio.gather(*(self.plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
                 self._undo(identities, open_options, chain)
             try:
-                return await self.open(identities, open_options, chain)
+                return await self._open_evenly(identities, open_options, chain)
             except NotOpened as refused:
                 failures, is_for_now = refused.failures, refused.is_for_now
             self._undo(identities, open_options, chain)
@@ -368,33 +388,12 @@ class Reservations:
     async def _open(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
     ) -> ChainBinding:
-        last = len(chain.hops) - 1
-        texts = [hop_texts(chain, text, open_options.cache_salt, self.limits) for text in open_options.named_texts]
-        opens = [
-            self._open_on(
-                hop,
-                identities,
-                open_options,
-                [on_hops[hop.server_id] for on_hops in texts if on_hops],
-                keep_activations=open_options.keeps_outputs and number < last,
-                samples=number == last,
-            )
-            for number, hop in enumerate(chain.hops)
-        ]
+        starts = dict.fromkeys(range(len(chain.hops)), open_options.write_start)
         try:
-            answers = await asyncio.gather(*opens)
+            opened = list((await self._open_hops(identities, open_options, chain, starts)).values())
         except asyncio.CancelledError:
             self._undo(identities, open_options, chain)
             raise
-        failures = [
-            (hop, answer)
-            for hop, on_hop in zip(chain.hops, answers, strict=True)
-            for answer in on_hop
-            if isinstance(answer, BaseException)
-        ]
-        if failures:
-            raise NotOpened(failures)
-        opened = [[answer for answer in on_hop if not isinstance(answer, BaseException)] for on_hop in answers]
         # The hops find pages of the prompt from now on, at the latest when they have computed it.
         self.remember(chain, open_options, *open_options.named_texts)
         return ChainBinding(
@@ -405,6 +404,74 @@ class Reservations:
             open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
             standbys=StandbyHops(num_placed=self._num_placed),
         )
+
+    async def _open_evenly(
+        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
+    ) -> ChainBinding:
+        """Opens sessions so that every hop may write from where the shortest beginning that a hop holds ends."""
+        binding = await self.open(identities, open_options, chain)
+        while lower := binding.before_common_end([binding.num_cached_tokens] * len(chain.hops)):
+            await self.own(binding, lower)
+        return binding
+
+    async def own(self, binding: ChainBinding, starts: Mapping[int, int]) -> None:
+        """Opens sessions again, in their epoch, on hops where they have to write to pages that they hold in common.
+
+        Args:
+            starts: the position from which each hop will be written, by the number of the hop.
+
+        Raises:
+            NotOpened: a hop has no room for pages of their own.
+        """
+        chain = binding.chain
+        self._take_back(binding.identities, [chain.hops[number] for number in starts])
+        options = replace(binding.open_options, recorded_chain=chain)
+        opened = await self._open_hops(binding.identities, options, chain, starts)
+        replies = {number: [reply for reply, _ in on_hop] for number, on_hop in opened.items()}
+        binding.open_replies = [replies.get(number, each) for number, each in enumerate(binding.open_replies)]
+        binding.write_start = min(binding.write_start, *starts.values())
+        if still := binding.before_common_end([starts.get(number, ALL_TOKENS) for number in range(len(chain.hops))]):
+            hops = [chain.hops[number] for number in still]
+            raise NotOpened([(hop, HopUnavailable("a hop still holds pages in common", hop.address)) for hop in hops])
+
+    async def _open_hops(
+        self,
+        identities: Sequence[SessionIdentity],
+        open_options: OpenOptions,
+        chain: common_pb2.Chain,
+        starts: Mapping[int, int],
+    ) -> dict[int, list[tuple[pb.Opened, int]]]:
+        """Opens sessions on those hops of a chain whose numbers `starts` maps to the position of their first write.
+
+        Returns:
+            By the number of the hop, its answers and the most tokens of its steps.
+        """
+        last = len(chain.hops) - 1
+        texts = [hop_texts(chain, text, open_options.cache_salt, self.limits) for text in open_options.named_texts]
+        opens = [
+            self._open_on(
+                chain.hops[number],
+                identities,
+                replace(open_options, write_start=start),
+                [on_hops[chain.hops[number].server_id] for on_hops in texts if on_hops],
+                keep_activations=open_options.keeps_outputs and number < last,
+                samples=number == last,
+            )
+            for number, start in starts.items()
+        ]
+        answers = dict(zip(starts, await asyncio.gather(*opens), strict=True))
+        failures = [
+            (chain.hops[number], answer)
+            for number, on_hop in answers.items()
+            for answer in on_hop
+            if isinstance(answer, BaseException)
+        ]
+        if failures:
+            raise NotOpened(failures)
+        return {
+            number: [answer for answer in on_hop if not isinstance(answer, BaseException)]
+            for number, on_hop in answers.items()
+        }
 
     async def open_standby(
         self,
@@ -428,7 +495,7 @@ class Reservations:
         opened = await self._open_on(
             standby,
             binding.identities,
-            replace(options, transient=True),
+            replace(options, transient=True, write_start=0),
             [on_hops[hop.server_id] for on_hops in digests if on_hops],
             keep_activations=False,
             samples=False,
@@ -552,6 +619,7 @@ class Reservations:
                     request.trace.parent, request.trace.state = trace[PARENT_HEADER], trace.get(STATE_HEADER, "")
                 if texts and welcome.page_tokens:
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens))
+                    request.write_start = min(open_options.write_start, request.text.num_tokens)
                 if samples and open_options.samplers is not None:
                     request.sampler.CopyFrom(open_options.samplers[number].message(open_options.max_tokens))
                 return await self.plane.open(hop.address, request, _describe_prompts(request, number, open_options))
@@ -561,9 +629,13 @@ class Reservations:
     def _undo(self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain) -> None:
         """Undoes an open that failed in part: frees the sessions on new hops; hops of the last turn keep theirs."""
         self.give_back(identities, [hop for hop in chain.hops if not open_options.resumes(hop)])
-        for hop in filter(open_options.resumes, chain.hops):
+        self._take_back(identities, filter(open_options.resumes, chain.hops))
+
+    def _take_back(self, identities: Sequence[SessionIdentity], hops: Iterable[common_pb2.Hop]) -> None:
+        """Takes an open back: the hops keep what they hold of the sessions."""
+        for hop in hops:
             for each in identities:
-                keep = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=_ALL_TOKENS, idle=True)
+                keep = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=ALL_TOKENS, idle=True)
                 self.plane.notify(hop.address, keep)
 
 

@@ -187,7 +187,7 @@ class Routes:
                 if chain is None:
                     raise self._no_chain(failure, are_some_full=are_some_full) from None
         chain = with_numerics(_cut(chain, blocks), self._indexed().placed)
-        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
+        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time(), held)
         return chain
 
     @property

@@ -16,7 +16,7 @@ from corolla.chain.prompt_readout import PromptReadout, token_of
 from corolla.chain.recovery import OpenSequences, Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
-from corolla.chain.reservations import ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
+from corolla.chain.reservations import ALL_TOKENS, ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
 from corolla.chain.routes import Routes
 from corolla.chain.standbys import Standbys
 from corolla.chain.step_window import StepWindow
@@ -220,7 +220,9 @@ class ChainSession(OpenSequences):
         `source` has processed exactly the prompt, and must not move until this returns. The reader gets the token that
         follows the prompt.
         """
-        if len(token_ids) == 1 or self.chain != source.chain:
+        # Where the source had to write its beginning again, its pages are not those that this session holds in common.
+        owns_less = source._binding.write_start < self.num_cached_tokens
+        if len(token_ids) == 1 or self.chain != source.chain or owns_less:
             await self.restore(token_ids)
             await self.prefill(token_ids[self.position :], reader)
             return
@@ -525,7 +527,7 @@ class ChainSessions:
         long_factors = short_length is not None and sampler.num_text_tokens > short_length
         if short_length is not None and not long_factors:
             sampler.pauses_at = short_length + 1
-        open_options = replace(open_options, samplers=[sampler], long_factors=long_factors)
+        open_options = replace(open_options, samplers=[sampler], long_factors=long_factors, write_start=ALL_TOKENS)
         session = ChainSession(
             await self.reservations.reserve([identity], open_options, until_s),
             self._plane,

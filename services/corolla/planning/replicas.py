@@ -71,7 +71,9 @@ class PlannedSession:
 
     def with_seconds(self, server: Candidate, seconds: float) -> Candidate:
         """Returns the server with these seconds per block, and with whether it has pages for the session."""
-        num_tokens = self.num_tokens and self.num_tokens + self.booked(server.server_id).num_tokens
+        # The pages that the server holds of the text's beginning count once for all sessions that share them.
+        num_more = max(1, self.num_tokens - self.held.get(server.server_id, 0))
+        num_tokens = self.num_tokens and num_more + self.booked(server.server_id).num_tokens
         has_pages = num_tokens <= server.room_tokens
         if has_pages == server.has_pages and seconds == server.seconds_per_block:
             return server

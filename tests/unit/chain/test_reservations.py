@@ -43,7 +43,10 @@ def reservations_on(plane: Any, patience_s: float) -> Reservations:
             raise OutOfPages("too few pages") if are_some_full else NoChain("no server")
         return CHAIN
 
-    routes: Any = SimpleNamespace(plan=plan, on_open_refused=lambda *_args: None, is_settling=False)
+    beginnings = SimpleNamespace(remember=lambda *_args: None)
+    routes: Any = SimpleNamespace(
+        plan=plan, on_open_refused=lambda *_args: None, is_settling=False, beginnings=beginnings
+    )
     limits = ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
     return Reservations(routes, plane, limits)
 
@@ -62,3 +65,51 @@ async def test_a_hop_that_is_busy_is_asked_again_until_it_opens(monkeypatch: pyt
 async def test_who_asks_for_an_adapter_learns_why_no_server_has_it(refusal: CorollaError) -> None:
     with pytest.raises(type(refusal)):
         await reservations_on(BusyPlane(1000, refusal), 30.0).reserve([IDENTITY], OpenOptions(8, transient=True))
+
+
+class UnevenPlane:
+    """Two hops of which the first one holds more of a text than the second, and shares it."""
+
+    def __init__(self, *, is_full: bool) -> None:
+        self.is_full = is_full
+        self.opens = list[tuple[str, int, bool]]()
+        self.taken_back = list[str]()
+
+    async def connect(self, address: str) -> pb.Welcome:
+        return pb.Welcome(span=common_pb2.BlockSpan(start=0, end=4), page_tokens=16)
+
+    async def open(self, address: str, request: pb.Open, _payload: Any) -> tuple[pb.Opened, int]:
+        self.opens.append((address, request.write_start, request.resume))
+        if len(self.opens) > 2 and self.is_full:
+            raise OutOfPages("too few pages")
+        num_held = 64 if address == "a:1" else 32
+        return pb.Opened(num_cached_tokens=num_held, common_end=min(num_held, request.write_start)), 8
+
+    def notify(self, address: str, control: pb.Truncate) -> None:
+        assert control.idle
+        self.taken_back.append(address)
+
+    def close_session(self, *_args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: bool) -> None:
+    plane = UnevenPlane(is_full=is_full)
+    hops = [
+        common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=start + 2))
+        for name, start in (("a", 0), ("b", 2))
+    ]
+    options = OpenOptions(
+        max_tokens=90, transient=True, texts=[range(80)], write_start=reservations.ALL_TOKENS,
+        only_chain=common_pb2.Chain(hops=hops, fingerprint="weights"),
+    )  # fmt: skip
+    opening = reservations_on(plane, 1.0).reserve([IDENTITY], options)
+    if is_full:
+        with pytest.raises(OutOfPages):
+            await opening
+    else:
+        binding = await opening
+        assert (binding.num_cached_tokens, binding.write_start) == (32, 32)
+    assert plane.opens == [("a:1", 80, False), ("b:1", 80, False), ("a:1", 32, True)]
+    assert plane.taken_back == ["a:1"]

@@ -92,6 +92,12 @@ def test_few_of_many_equal_servers_are_looked_at() -> None:
     assert len(asked) < 10
 
 
+def test_a_server_needs_room_only_for_what_it_does_not_hold_of_the_text() -> None:
+    session = PlannedSession(150, held={"holds": 64})
+    counted = [session.counted(server(each, "0:6", 1.0, room_tokens=100)) for each in ("holds", "other")]
+    assert [each is not None and each.has_pages for each in counted] == [True, False]
+
+
 def test_a_server_that_holds_the_text_is_found_among_many() -> None:
     asked = Counter[str]()
 
