@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.page_hashes import HASH_BYTES
@@ -221,6 +222,8 @@ def longest_match(is_cached: Sequence[Sequence[bool]], num_needed: Sequence[int 
         is_cached: for each group of layers, whether each of the text's whole pages is cached.
         num_needed: for each group, how many pages directly before a page its first token sees; None for all.
     """
+    if all(needed is None for needed in num_needed):
+        return sum(1 for _ in takewhile(all, zip(*is_cached, strict=False)))
     num_pages = min(map(len, is_cached), default=0)
     best = 0
     in_a_row = [0] * len(is_cached)
