@@ -66,8 +66,8 @@ _GPT2_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN_SIZE, "n_head": 4, "n_
 _MIXED_FAMILIES = frozenset(
     {
         "afmoe", "cohere2", "cohere2_moe", "cwm", "dots1", "exaone4", "exaone_moe", "flint", "gemma2", "gemma3_text",
-        "gpt_oss", "granite_swa", "granitemoe_swa", "kolibri1", "laguna", "mellum", "ministral", "olmo3", "qwen2",
-        "vaultgemma",
+        "gemma4_text", "gpt_oss", "granite_swa", "granitemoe_swa", "kolibri1", "laguna", "mellum", "mimo_v2_flash",
+        "ministral", "olmo3", "qwen2", "vaultgemma",
     }
 )  # fmt: skip
 _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention")
@@ -79,7 +79,9 @@ _RECURRENT_KINDS: Mapping[str, str] = {
         "linear_attention",
     ),
 }
-RECURRENT_FAMILIES = frozenset({*_RECURRENT_KINDS, "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2"})
+RECURRENT_FAMILIES = frozenset(
+    {*_RECURRENT_KINDS, "bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h"}
+)
 
 # What each family's configuration gets besides `SHAPE`; together they cover every special case of the families.
 _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
@@ -217,6 +219,22 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         "state_size": 8, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "residual_in_fp32": False,
     },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
+    "nemotron_h": {
+        **_HEAD_SIZE, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 16,
+        "n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": 32, "num_experts_per_tok": 2,
+        # Otherwise transformers' answers depend on how a text is cut.
+        "time_step_min": 1e-9,
+    },
+    "mimo_v2_flash": {
+        **_HEAD_SIZE, **_WINDOW, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "num_key_value_heads": 1,
+    },
+    "gemma4_text": {
+        **_HEAD_SIZE, **_WINDOW, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": 10.0,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+    },
     "falcon": {"alibi": False, "multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
 }  # fmt: skip
 MIXTURES = frozenset(name for name, facts in _FAMILY_FACTS.items() if "num_experts_per_tok" in facts)
@@ -279,6 +297,9 @@ def tiny_config(family: str, num_blocks: int = 5, **changes: Any) -> PretrainedC
     if family in _RECURRENT_KINDS:
         kinds = (_RECURRENT_KINDS[family], "full_attention", _RECURRENT_KINDS[family], _RECURRENT_KINDS[family])
         facts = {**facts, "layer_types": [kinds[block % len(kinds)] for block in range(num_blocks)]}
+    if family == "nemotron_h":
+        blocks = ("moe", "linear_attention", "full_attention", "linear_attention", "mlp")
+        facts = {**facts, "layers_block_type": [blocks[block % len(blocks)] for block in range(num_blocks)]}
     if family == "bamba":
         facts = {**facts, "attn_layer_indices": list(range(1, num_blocks, 4))}
     if family in ("gpt2", "gptj", "gpt_bigcode", "codegen"):
@@ -297,7 +318,7 @@ def _write_tiny(family: str, folder: Path, num_blocks: int, seed: int, config_ch
     tokenizer = make_tokenizer()
     tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     library: Any = AutoModelForCausalLM
-    model = library.from_config(tiny_config(family, num_blocks, **{**config_changes, **tokens}))
+    model = made_from(library, tiny_config(family, num_blocks, **{**config_changes, **tokens}))
     draw_weights(model, seed + _SEEDS.get(family, 0), _SPREADS.get(family, 1.6))
     generation: Any = GenerationConfig
     model.generation_config = generation(**{**tokens, "pad_token_id": tokenizer.eos_token_id})
@@ -324,6 +345,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast
+
+
+def made_from(library: Any, config: PretrainedConfig) -> Any:
+    """A model of one of transformers' libraries; what it draws itself, and `draw_weights` keeps, is always the same."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return library.from_config(config)
 
 
 def draw_weights(model: torch.nn.Module, seed: int, spread: float) -> None:

@@ -8,9 +8,9 @@ from corolla.models.families import FAMILIES, Family
 from tests.tiers import quick
 
 # Names of modules; whichever a family has, they are handled alike.
-_PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm"})
+_PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm", "stored_prefix"})
 
-_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "read_weights", "required"})
+_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "read_weights", "required", "set_in_blocks"})
 """What decides only how a block computes, or whether it is served: tests of spans compare these bit for bit."""
 
 SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "qwen3_next")

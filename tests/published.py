@@ -34,7 +34,7 @@ from corolla.models.span_model import load_span
 from corolla.models.tokenizer import load_tokenizer
 from corolla.models.wrappers import ALIASES
 from corolla.wire.span import Span
-from tests.checkpoints import SHAPE, VOCAB_SIZE, YARN, draw_weights, make_tokenizer, tiny_config
+from tests.checkpoints import SHAPE, VOCAB_SIZE, YARN, draw_weights, made_from, make_tokenizer, tiny_config
 from tests.quantized_checkpoints import FORMATS, INDEX, edit_config, mxfp4, pack_checkpoint
 from tests.vocabularies import tekken_folder, tiktoken_folder
 
@@ -310,15 +310,6 @@ _MINIMAX_M3: Final = {
     "dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8, "index_n_heads": 2,
     "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 2,
 }  # fmt: skip
-_NEMOTRON_H: Final = {
-    "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"], "head_dim": 16, "ssm_state_size": 8,
-    "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 16, "n_routed_experts": 4,
-    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32,
-}  # fmt: skip
-_MIMO: Final = {
-    "head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "sliding_window": 12,
-}  # fmt: skip
 _SINGLE_EXPERTS_ONLY: Final[Mapping[str, Any]] = {"mlp_only_layers": []}
 _WIDER_SHARED: Final = {"shared_expert_intermediate_size": 64}
 
@@ -416,13 +407,16 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     Published("Mixtral-8x22B", "mixtral"),
     Published("Gemma-3-27B", "gemma3_text", "gemma3", {"tie_word_embeddings": True}, _SIGLIP),
     Published(
-        "Gemma-4-31B", "", "gemma4", {"model_type": "gemma4_text", "head_dim": 16, "tie_word_embeddings": True},
-        _GEMMA4_VISION,
+        "Gemma-4-31B", "gemma4_text", "gemma4",
+        {"tie_word_embeddings": True, "pad_token_id": 0, "enable_moe_block": False}, _GEMMA4_VISION,
     ),
     Published("Phi-4", "phi3", text={"sliding_window": None}),
-    Published("Nemotron-3-Super", "", "nemotron_h", _NEMOTRON_H),
+    Published("Nemotron-3-Super", "nemotron_h"),
     Published("ERNIE-4.5-300B-A47B", "ernie4_5_moe"),
-    Published("MiMo-V2-Flash", "", "mimo_v2_flash", _MIMO),
+    Published(
+        "MiMo-V2-Flash", "mimo_v2_flash", text={"num_key_value_heads": 2, "v_head_dim": 16}, weights="FP8",
+        made="fp8-blocks", plain=("o_proj",), change=_single_experts,
+    ),
     Published("Ling-1T", "", "bailing_moe_v2"),
     Published("Hunyuan-A13B", "hunyuan_v1_moe"),
 )  # fmt: skip
@@ -501,7 +495,7 @@ class Row:
                 self._model_type, text_config=settings, vision_config=dict(published.vision), tie_word_embeddings=tied,
                 **published.outer,
             )  # fmt: skip
-        model = self._library.from_config(config)
+        model = made_from(self._library, config)
         draw_weights(model, 0, 1.6)
         if settings["tie_word_embeddings"]:
             with torch.no_grad():  # otherwise each token is followed by itself

@@ -282,7 +282,7 @@ async def test_a_server_that_took_sessions_over_can_die(tmp_path: Path, model: P
         await victim.stop()
 
 
-@pytest.mark.parametrize("family", quick(["mistral", "gemma3_text"], "mistral"))
+@pytest.mark.parametrize("family", quick(["mistral", "mimo_v2_flash"], "mistral"))
 async def test_a_handover_sends_only_the_tokens_that_a_sliding_window_still_sees(tmp_path: Path, family: str) -> None:
     folder = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": 4096})
     options: dict[str, Any] = {**OPTIONS, "temperature": 1.0, "seed": 5}

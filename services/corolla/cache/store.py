@@ -35,6 +35,8 @@ class KVStore:
         recurrent: indices of the layers of the span that keep a recurrent state.
         pageless: indices of the layers that keep no keys and values.
         num_state_pages: how many pages stand for the memory of one session's recurrent states.
+        key_shapes: for each kind of layers, the number of key heads and the sizes of keys and values, where these
+            differ; then a slot has room for the largest. Otherwise empty.
 
     Attributes:
         scratch_page: the id of the scratch page; None without one.
@@ -53,8 +55,11 @@ class KVStore:
         recurrent: Collection[int] = (),
         pageless: Collection[int] = (),
         num_state_pages: int = 0,
+        key_shapes: Collection[tuple[int, int, int]] = (),
     ) -> None:
         self.codec = codec
+        self._key_shapes = key_shapes
+        self._layer_shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
         self.recurrent = frozenset(recurrent)
         self.pageless = frozenset(pageless)
         self.num_state_pages = num_state_pages
@@ -103,7 +108,13 @@ class KVStore:
         tensors = self._tensors[self.groups.layer_indices[layer][1]]
         if tensors is None:
             raise ValueError(f"layer {layer} holds nothing yet")
-        return tensors
+        if not self._key_shapes:
+            return tensors
+        keys, values = (
+            tensor[:, : shape.numel()].view(-1, *shape)
+            for tensor, shape in zip(tensors, self._layer_shapes[layer], strict=True)
+        )
+        return keys, values
 
     def layer_like(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See `KVStore.layer`; makes the tensors if they do not exist yet.
@@ -114,8 +125,12 @@ class KVStore:
             values: computed values `[..., key heads, value head size]`, likewise.
         """
         index = self.groups.layer_indices[layer][1]
+        if self._key_shapes and layer not in self._layer_shapes:
+            self._layer_shapes[layer] = (self._slot_shape(keys.shape), self._slot_shape(values.shape))
         if self._tensors[index] is None:
-            self._tensors[index] = (self._made(keys), self._made(values))
+            key_shapes = [(heads, size) for heads, size, _ in self._key_shapes]
+            value_shapes = [(heads, size) for heads, _, size in self._key_shapes]
+            self._tensors[index] = (self._made(keys, key_shapes), self._made(values, value_shapes))
         return self.layer(layer)
 
     def encoded(self, numbers: Tensor) -> Tensor:
@@ -252,13 +267,19 @@ class KVStore:
     def _pages(self, tensor: Tensor, first: int, count: int) -> Tensor:
         return tensor.narrow(0, first * self.pool.page_tokens, count * self.pool.page_tokens)
 
-    def _made(self, like: Tensor) -> Tensor:
-        heads, head_size = like.shape[-2:]
+    def _made(self, like: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
+        """An empty tensor for the tokens of all pages; if layers differ in `shapes`, `[slots, numbers]`."""
         num_slots = self._num_pages * self.pool.page_tokens
-        dtype = like.dtype
-        if self.codec is not None:
-            head_size, dtype = self.codec.stored_size(head_size), torch.int8
-        return torch.empty(num_slots, heads, head_size, dtype=dtype, device=like.device)
+        dtype = like.dtype if self.codec is None else torch.int8
+        slot = self._slot_shape(like.shape)
+        if shapes:
+            slot = torch.Size([max(self._slot_shape(shape).numel() for shape in shapes)])
+        return torch.empty(num_slots, *slot, dtype=dtype, device=like.device)
+
+    def _slot_shape(self, shape: Sequence[int]) -> torch.Size:
+        """The stored shape of one token, whose computed shape is `[..., heads, head_dim]`."""
+        *_, heads, head_size = shape
+        return torch.Size([heads, head_size if self.codec is None else self.codec.stored_size(head_size)])
 
 
 @dataclass(frozen=True, slots=True)

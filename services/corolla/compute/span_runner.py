@@ -22,7 +22,7 @@ from corolla.compute.reference import FamilyBlocks, FamilyRows, tell_factors
 from corolla.compute.single_rows import SingleRows, fits
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterStacks
-from corolla.models.families import pageless_layers, recurrent_layers
+from corolla.models.families import key_shapes, pageless_layers, recurrent_layers
 from corolla.models.linear import ways_by_shape
 from corolla.models.product_rule import AUTO
 from corolla.models.span_model import SpanModel
@@ -81,7 +81,7 @@ class SpanRunner:
             num_pages, page_tokens, model.windows, max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
-            num_state_pages=num_state_pages,
+            num_state_pages=num_state_pages, key_shapes=key_shapes(model.config),
         )  # fmt: skip
         if model.fused is not None:
             self.blocks = FusedBlocks(model.fused, self.stacks)

@@ -1,6 +1,5 @@
 """Finds and checks a model's checkpoint, and reads its configuration, fingerprint and weights."""
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -223,7 +222,10 @@ class Checkpoint:
     @functools.cached_property
     def names(self) -> Mapping[str, str]:
         """Maps each tensor's name in the language model to the stored one, which may have a wrapper's prefix."""
-        return (model_names if self.is_mistral_format else text_names)(self.weight_index)
+        found = (model_names if self.is_mistral_format else text_names)(self.weight_index)
+        if (prefix := self.family.stored_prefix) is None:
+            return found
+        return {re.sub(rf"^{re.escape(prefix)}", "model.", name): stored for name, stored in found.items()}
 
     @property
     def num_blocks(self) -> int:
@@ -245,8 +247,8 @@ class Checkpoint:
     def largest_blocks(self) -> tuple[int, ...]:
         """Two blocks: the first of the largest ones with keys and values, and the first of the largest ones without.
 
-        If a model has no block of one kind, only the other is there. Blocks with experts count as larger than blocks
-        without. A plan that fits the larger of the two fits every block.
+        If a model has no block of one kind, only the other is there. A plan that fits the larger of the two fits every
+        block.
         """
         pageless = pageless_layers(self.config)
         kinds = sorted(set(range(self.num_blocks)) - pageless), sorted(pageless)
@@ -258,11 +260,15 @@ class Checkpoint:
         return max(self.largest_blocks, key=self._sizes.__getitem__)
 
     @functools.cached_property
-    def _sizes(self) -> dict[int, tuple[int, int]]:
-        """A sort key for the size of each block: its number of tensors, then its number of heads if blocks differ."""
-        counts = collections.Counter(block for block, _ in self._block_tensors())
-        heads = dict(enumerate(getattr(self.config, "num_attention_heads_per_layer", None) or ()))
-        return {block: (counts[block], heads.get(block, 0)) for block in range(self.num_blocks)}
+    def _sizes(self) -> Sequence[int]:
+        """How many weights each block has."""
+        from transformers import AutoModel
+
+        from corolla.models.empty_model import model_class_of, without_weights
+
+        base: Any = without_weights(model_class_of(AutoModel, self.config), self.config)
+        blocks = base.get_submodule(self.family.layers)
+        return [sum(weight.numel() for weight in block.parameters()) for block in blocks]
 
     def _block_tensors(self) -> list[tuple[int, str]]:
         """The tensors of all blocks, as block number and stored name.

@@ -1,6 +1,7 @@
 """Builds a family's own model with only some of its layers: it is cut before any weight is read, then filled."""
 
 import contextlib
+import copy
 import functools
 import logging
 import re
@@ -362,6 +363,12 @@ def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
             if isinstance(index, int):
                 setattr(module, name, index - indices.start)
     base.set_submodule(family.layers, kept)
+    if base.config.is_heterogeneous:
+        # transformers makes tables of angles anew once weights are read, for each kind of layers of the whole model.
+        whole = copy.deepcopy(base.config)
+        for module in base.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                cast(Any, module).config = whole
     keep_layers_of_config(base.config, indices)
 
 

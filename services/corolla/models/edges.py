@@ -402,6 +402,7 @@ class _NormedOutput(BaseModelOutputWithPastAndCrossAttentions):
 
     router_logits: tuple[Tensor, ...] | None = None
     cache_params: None = None
+    shared_kv_states: None = None
 
 
 class _NormOnly(nn.Module):

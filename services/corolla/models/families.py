@@ -10,7 +10,7 @@ norm, head and logit cap or scale after the last block.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from transformers import PretrainedConfig
@@ -25,13 +25,21 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
 
 # The kinds of layers that keep a recurrent state, and those that keep no keys and values, as configurations name them.
 RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid"})
-PAGELESS_KINDS = frozenset({"conv", "linear_attention"})
+PAGELESS_KINDS = frozenset({"conv", "linear_attention", "mlp", "moe"})
 
 # A rotary embedding with other factors for long texts. transformers chooses factors by the longest position of a call.
 LONG_ROPE = "longrope"
 
 # Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.
 STATEFUL_ROPE = frozenset({"dynamic"})
+
+
+class KeyShape(NamedTuple):
+    """What a block keeps of a token: keys, and as many values."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ class Family:
         layers: the ModuleList of blocks.
         embedding: the token embedding; not part of a span.
         norm: the final norm; not part of a span.
+        stored_prefix: what names in files begin with in place of `model.`, if it is something else.
         bypassed: further modules that run before block 0 and map hidden states to hidden states; a span skips them.
         learned_positions: the module that is added to the embedding by position, or None.
         unit_scalars: attributes of the base model that multiply the embedding; a span sets them to 1.0.
@@ -97,12 +106,14 @@ class Family:
         fused: how the module `fused` computes the blocks; None: they have another shape.
         past: what blocks keep of earlier tokens.
         required: the values that fields of the configuration must have, since the other attributes hold only for these.
+        set_in_blocks: attributes of modules in blocks that a span sets to fields of the configuration of the same name.
     """
 
     model_type: str
     layers: str = "layers"
     embedding: str = "embed_tokens"
     norm: str = "norm"
+    stored_prefix: str | None = None
     bypassed: tuple[str, ...] = ()
     learned_positions: str | None = None
     unit_scalars: tuple[str, ...] = ()
@@ -115,6 +126,7 @@ class Family:
     fused: FusedBlocks | None = None
     past: Past = Past()
     required: Mapping[str, Any] = field(default_factory=dict)
+    set_in_blocks: tuple[str, ...] = ()
 
 
 FUSED = FusedBlocks()
@@ -179,6 +191,14 @@ _FAMILIES = (
     *(Family(name, packs_rows=False) for name in ("nemotron", "stablelm")),
     # This family attends within fixed chunks, which only its own masks tell, and asks the cache for positions.
     Family("llama4_text", packs_rows=False),
+    # Blocks of these families differ in the heads of their keys; see `key_shapes`.
+    Family(
+        "gemma4_text",
+        packs_rows=False,
+        # Otherwise blocks take inputs made from token ids, or keys and values of other blocks.
+        required={"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    Family("mimo_v2_flash", packs_rows=False),
     *(Family(name, layers="h", embedding="wte", norm="ln_f", packs_rows=False) for name in ("codegen", "gptj")),
     Family(
         "bloom",
@@ -217,6 +237,16 @@ _FAMILIES = (
     ),
     Family("lfm3", norm="embedding_norm", past=Past(keeps_states=True)),
     Family("bamba", norm="final_layernorm", past=Past(keeps_states=True)),
+    Family(
+        "nemotron_h",
+        embedding="embeddings",
+        norm="norm_f",
+        stored_prefix="backbone.",
+        past=Past(keeps_states=True),
+        # transformers holds the time steps of a call to `time_step_min` unless the call has one token, so its answers
+        # depend on how a text is cut. The publisher's code has no such bound.
+        set_in_blocks=("time_step_limit",),
+    ),
     Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), past=Past(keeps_states=True)),
     Family(
         "jamba", norm="final_layernorm", past=Past(continues_singly=True, keeps_states=True), read_weights=("dt_proj",)
@@ -237,13 +267,11 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMIL
 
 UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(
-        ("gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+        ("gemma3n_text", "gemma4_unified_text"),
         "blocks take inputs made from token ids, and keys and values of other blocks",
     ),
     **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
-    "nemotron_h": "the tensors do not tell which block is the largest",
     "longcat_flash": "two attentions in one block",
-    "mimo_v2_flash": "blocks differ in the number of key heads",
     **dict.fromkeys(
         ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text"),
         "attention to tokens that an index picks",
@@ -379,6 +407,18 @@ def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
 def pageless_layers(config: PretrainedConfig) -> frozenset[int]:
     """Indices of a configuration's layers that keep no keys and values."""
     return _layers_of_kinds(config, PAGELESS_KINDS)
+
+
+def key_shapes(config: PretrainedConfig) -> tuple[KeyShape, ...]:
+    """What blocks keep of a token, for each kind of them, where blocks differ in that; otherwise nothing."""
+    facts: Mapping[str, Any] = config.to_dict()
+    if config.model_type == "mimo_v2_flash":
+        # Blocks with a window have twice as many.
+        heads, sizes = facts["num_key_value_heads"], (facts["head_dim"], facts["v_head_dim"])
+        return KeyShape(heads, *sizes), KeyShape(2 * heads, *sizes)
+    others = (facts.get("per_layer_config") or {}).values()
+    kinds = ({**facts, **other} for other in ({}, *others)) if others else ()
+    return tuple({KeyShape(each["num_key_value_heads"], each["head_dim"], each["head_dim"]): None for each in kinds})
 
 
 def _layers_of_kinds(config: PretrainedConfig, kinds: frozenset[str]) -> frozenset[int]:

@@ -80,6 +80,8 @@ def _narrow(config: Any) -> None:
 
 def _narrow_hidden_size(config: Any, hidden_size: int) -> int:
     """The hidden size of the copy; where heads follow from it, there are fewer heads, of the same size."""
+    if config.is_heterogeneous:
+        return min(hidden_size, 2 * _MAX_WIDTH)
     heads, key_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(heads, int):
         return min(hidden_size, 2 * _MAX_WIDTH)
@@ -112,7 +114,7 @@ def _narrow_recurrent_layers(config: Any) -> None:
 
 def _num_experts(config: Any) -> int:
     groups = int(getattr(config, "n_group", None) or 1)
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
     chosen = max((int(value) for name in names if type(value := getattr(config, name, None)) is int), default=1)
     return groups * max(_MIN_EXPERTS_PER_GROUP, -(-2 * chosen // groups))
 

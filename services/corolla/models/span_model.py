@@ -445,3 +445,7 @@ def cut_to_span(base: PreTrainedModel, *, family: Family, span: Span) -> None:
         setattr(base, name, 1.0)
     for name in family.unit_settings:
         setattr(base.config, name, False)
+    for name in family.set_in_blocks:
+        for module in base.modules():
+            if hasattr(module, name):
+                setattr(module, name, tuple(getattr(base.config, name)))

@@ -371,11 +371,11 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
         ({"model_type": None, "architectures": None}, r"names no model_type; docs/families\.md lists"),
         (
             {
-                "model_type": "gemma4",
+                "model_type": "gemma3n",
                 "architectures": None,
-                "text_config": {"model_type": "gemma4_text", "num_hidden_layers": 5},
+                "text_config": {"model_type": "gemma3n_text", "num_hidden_layers": 5},
             },
-            r"'gemma4_text' are not supported: blocks take inputs made from token ids, .*; docs/families",
+            r"'gemma3n_text' are not supported: blocks take inputs made from token ids, .*; docs/families",
         ),
         (
             {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},

@@ -88,7 +88,8 @@ def test_windows_are_those_of_the_familys_own_masks(family: str) -> None:
             assert planted != "nothing"
             continue
         served += 1
-        if FAMILIES[family].past.keeps_states or family in ("gpt_neo", "doge"):
+        # The last block of gemma4_text, which is the only one here, has no window.
+        if FAMILIES[family].past.keeps_states or family in ("gpt_neo", "doge", "gemma4_text"):
             continue
         first = {name: value[:1] if name == "layer_types" else value for name, value in changes.items()}
         seen = seen_in_one_block(family, first)
