@@ -38,6 +38,7 @@ from tests.integration.metrics import sample, until_sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
 from tests.integration.wires import Cut
+from tests.reference import Unsplit
 from tests.tiers import quick
 
 PROMPT = "the thin man in the inner tent " * 12
@@ -283,6 +284,28 @@ async def test_a_failed_turn_releases_its_reservation(tmp_path: Path, model: Pat
         await until(are_idle)
         await client.delete_session(session)
         await end(swarm, [victim])
+
+
+@pytest.mark.kind
+async def test_hops_before_a_lost_one_compute_only_what_they_took_from_a_prefix_cache(
+    tmp_path: Path, model: Path
+) -> None:
+    """They have kept their outputs for the rest of the text."""
+    unsplit = Unsplit(model)
+    prompt_ids = unsplit.encode(PROMPT)
+    expected = unsplit.generate(prompt_ids, OPTIONS["max_tokens"], ignore_eos=True).token_ids
+    settings = {"prefill_chunk_tokens": 16, "standby": "off"}
+    async with Swarm(tmp_path, model, SPANS, client=settings) as swarm, swarm.connect() as client:
+        await client.generate(prompt_ids[: len(prompt_ids) // 2], max_tokens=1)
+        position = len(prompt_ids) + 10
+        answer = await answer_across_a_death(swarm, client, 1, position, prompt_ids, **OPTIONS)
+        assert list(answer.token_ids) == expected
+        num_found, port = answer.usage.cached_tokens, swarm.clients[0].metrics_port
+        assert 0 < num_found < len(prompt_ids) // 2
+        assert await sample(port, "corolla_session_recoveries_total", method="outputs+tokens") == 1
+        # Both hops compute the beginning, and the lost one the rest.
+        num_recomputed = await sample(port, "corolla_recomputed_tokens_total")
+        assert len(prompt_ids) <= num_recomputed - num_found <= position + 1
 
 
 async def test_a_conversation_continues_although_a_hop_has_no_room_for_a_scratch_session(

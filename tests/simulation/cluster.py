@@ -223,7 +223,7 @@ class Client:
             prefill_chunk_tokens=scenario.prefill_chunk_tokens,
             fewer_during_decode=2,
             step_timeout_s=15.0, lease_ms=round(LEASE_S * 1000),
-            max_replayed_tokens=64, merges_replayed_steps=scenario.merges_replayed_steps,
+            max_replayed_tokens=64, follows_numerics=scenario.follows_numerics,
             max_tokens_ahead=scenario.max_tokens_ahead,
         )  # fmt: skip
         self.sessions = WatchedSessions(

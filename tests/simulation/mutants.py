@@ -11,9 +11,9 @@ from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEve
 from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.prefixes import PrefixPages
-from corolla.chain.history import StepShapes
 from corolla.chain.recovery import Recovery
-from corolla.chain.recovery_plan import HopState
+from corolla.chain.recovery_plan import HopState, ReplaySegment
+from corolla.chain.replay import Replayer
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
 from corolla.chain.streams import DataPlane
@@ -134,10 +134,10 @@ async def _token_twice(right: Any, self: Any, reader: Any) -> Any:
     return taken
 
 
-@_mutant("replay too short", StepShapes, "replay")
-def _replay_too_short(right: Any, self: StepShapes, start: int, *args: Any, **options: Any) -> Any:
+@_mutant("replay too short", Replayer, "_steps")
+def _replay_too_short(right: Any, self: Replayer, binding: Any, sequence: Any, segment: ReplaySegment) -> Any:
     """A replay leaves its first token out."""
-    return right(self, start + 1, *args, **options)
+    return right(self, binding, sequence, replace(segment, start=segment.start + 1))
 
 
 @_mutant("no quarantine", Routes, "_replace_now")

@@ -167,7 +167,7 @@ class Scenario:
     max_step_tokens: int
     max_batch_tokens: int
     prefill_chunk_tokens: int
-    merges_replayed_steps: bool
+    follows_numerics: bool
     max_tokens_ahead: int
     compute_s: tuple[float, ...]
     conversations: tuple[Conversation, ...]
@@ -248,7 +248,7 @@ def _plain(seed: int) -> Scenario:
         num_pages=(160 if is_tight else 2000) // page_tokens, page_tokens=page_tokens,
         has_prefix_cache=dice.random() < 0.7, boundary_activation_bytes=dice.choice((1 << 20, 1 << 20, 400, 0)),
         max_step_tokens=dice.choice((16, 24, 64)), max_batch_tokens=dice.choice((8, 32)),
-        prefill_chunk_tokens=dice.choice((3, 5, 8, 16)), merges_replayed_steps=dice.random() < 0.7,
+        prefill_chunk_tokens=dice.choice((3, 5, 8, 16)), follows_numerics=dice.random() < 0.7,
         max_tokens_ahead=dice.choice((1, 2, 4, 32)), compute_s=tuple(dice.uniform(0.02, 0.08) for _ in spans),
         conversations=conversations, faults=_faults(dice, spans, num_blocks, num_clients, len(conversations)),
     )  # fmt: skip

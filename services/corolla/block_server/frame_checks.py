@@ -34,7 +34,11 @@ _SPAN_ID_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Facts about this server and its model, which frames have to match."""
+    """Facts about this server and its model, which frames have to match.
+
+    Attributes:
+        cuts_are_equal: see `KernelChoices`.
+    """
 
     server_id: str
     span: Span
@@ -48,6 +52,7 @@ class Identity:
     num_model_blocks: int
     vocab_size: int
     context_length: int
+    cuts_are_equal: bool = False
 
 
 @dataclass(eq=False, repr=False)

@@ -411,7 +411,7 @@ class BlockServer:
             max_tokens_per_frame=self._max_tokens_per_frame,
             prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
             num_model_blocks=checkpoint.num_blocks, vocab_size=checkpoint.vocab_size,
-            context_length=checkpoint.context_length,
+            context_length=checkpoint.context_length, cuts_are_equal=self._runner.kernel_choices.cuts_are_equal,
         )  # fmt: skip
         receiver = HandoverReceiver(
             self._span, sessions, engine, self._metrics, self._work, max_part_tokens=self._max_part_tokens

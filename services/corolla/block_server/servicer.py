@@ -192,6 +192,7 @@ class BlockServicer:
                 has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
                 takes_standbys=self.standbys is not None and identity.prefix_page_tokens > 0,
+                cuts_are_equal=identity.cuts_are_equal,
             )
         )
         return known_peer or peer

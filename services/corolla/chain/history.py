@@ -25,7 +25,7 @@ class StepShapes:
 
     lengths: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    # The positions at which chunks of a prompt begin. A replay repeats these chunks even if it merges other steps.
+    # The positions at which chunks of a prompt begin. A replay repeats these chunks, and merges other steps.
     _prompt_starts: set[int] = field(default_factory=set)
 
     def append(self, num_tokens: int, *, is_prompt: bool) -> None:
@@ -48,11 +48,10 @@ class StepShapes:
     def copy(self) -> "StepShapes":
         return StepShapes(list(self.lengths), self.num_tokens, set(self._prompt_starts))
 
-    def replay(self, start: int, max_tokens: int, *, merges: bool) -> Iterator[tuple[int, int]]:
+    def replay(self, start: int, max_tokens: int) -> Iterator[tuple[int, int]]:
         """Yields the steps of a replay of the tokens from `start` on, each as the first and the end of its tokens.
 
-        A step has at most `max_tokens` tokens. With `merges`, neighbouring steps that are not chunks of a prompt become
-        one step.
+        A step has at most `max_tokens` tokens. Neighbouring steps that are not chunks of a prompt become one step.
         """
         begin, end = start, 0
         follows_prompt = False
@@ -61,7 +60,7 @@ class StepShapes:
             step_start, end = max(start, end), end + length
             if end <= start:
                 continue
-            joins = merges and not (is_prompt or follows_prompt) and end - begin <= max_tokens
+            joins = not (is_prompt or follows_prompt) and end - begin <= max_tokens
             if begin < step_start and not joins:
                 yield begin, step_start
                 begin = step_start

@@ -40,13 +40,14 @@ class HopState:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """One replay: the tokens `[start, position)` run through neighbouring hops, and end at one that lacks them.
+    """One replay: the tokens `[start, end)` run through neighbouring hops, the last of which lacks them.
 
     Attributes:
         source: the number of the hop whose boundary activations are the segment's input, or `CLIENT`.
         first: the hop that gets this input; `source + 1`.
         last: the hop where the segment ends.
         start: the first token.
+        end: the token behind the last one.
         scratch: the hops that lack nothing. They compute in a scratch session, only to pass their outputs on.
     """
 
@@ -54,6 +55,7 @@ class ReplaySegment:
     first: int
     last: int
     start: int
+    end: int
     scratch: frozenset[int]
 
     @property
@@ -67,9 +69,10 @@ class ReplaySegment:
 
 
 def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: bool = True) -> list[ReplaySegment]:
-    """Plans the segments after whose replay every hop holds `position` tokens.
+    """Plans the segments after whose replay, one after another, every hop holds `position` tokens.
 
-    Each segment begins at the nearest source. No segment needs the result of another one.
+    Each segment begins at the nearest source. If that hop found the beginning of the text in its prefix cache, it has
+    kept its outputs for the rest only. Then one segment computes the beginning, and the next one has the rest.
 
     Args:
         states: the states of the chain's hops, in order.
@@ -81,24 +84,31 @@ def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: boo
     for last, lacking in enumerate(lacks):
         if not lacking:
             continue
-        segment = _nearest(states, lacks, last, position, may_scratch)
-        # If this segment passes through the hops of earlier segments, it fills them, too, and replaces those segments.
-        segments = [each for each in segments if each.last < segment.first]
-        segments.append(segment)
+        found = _nearest(states, lacks, last, position, may_scratch)
+        # If a segment passes through the hops of earlier segments, it fills them, too, and replaces those segments.
+        segments = [each for each in segments if each.last < found[0].first]
+        segments += found
     return segments
 
 
 def _nearest(
-    states: Sequence[HopState], lacks: Sequence[bool], last: int, position: int, may_scratch: bool
-) -> ReplaySegment:
-    start = states[last].start_for(position)
+    states: Sequence[HopState], lacks: Sequence[bool], last: int, end: int, may_scratch: bool
+) -> list[ReplaySegment]:
+    """The segments that give the hop `last` the tokens before `end`."""
+    start = states[last].start_for(end)
     scratch: set[int] = set()
     for source in range(last - 1, CLIENT, -1):
         state = states[source]
-        if not lacks[source] and state.kept_start <= start and state.kept_end >= position:
-            return ReplaySegment(source, source + 1, last, start, frozenset(scratch))
+        if not lacks[source] and state.kept_end >= end:
+            if state.kept_start <= start:
+                return [ReplaySegment(source, source + 1, last, start, end, frozenset(scratch))]
+            # The beginning would fill hops before this one only in part, and a hop that computes in its own session
+            # would forget the rest.
+            if state.kept_start < end and may_scratch and not scratch and not any(lacks[:source]):
+                beginning = _nearest(states, lacks, last, state.kept_start, may_scratch)
+                return [*beginning, ReplaySegment(source, source + 1, last, state.kept_start, end, frozenset())]
         if lacks[source]:
-            start = min(start, state.start_for(position))
+            start = min(start, state.start_for(end))
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
                 start = 0
         else:
@@ -107,4 +117,4 @@ def _nearest(
             start = 0
             if may_scratch:
                 scratch.add(source)
-    return ReplaySegment(CLIENT, 0, last, start, frozenset(scratch))
+    return [ReplaySegment(CLIENT, 0, last, start, end, frozenset(scratch))]

@@ -2,14 +2,14 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from corolla.chain.history import History
 from corolla.chain.recovery_plan import CLIENT, ReplaySegment
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, Reservations
-from corolla.chain.step_window import StepWindow
+from corolla.chain.step_window import StepWindow, chunk_tokens
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
@@ -26,7 +26,7 @@ class Replayer:
         self._budget = _TokenBudget(limits.max_replayed_tokens)
 
     async def replay(self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment) -> None:
-        """Runs the segment; returns when its hops that lacked tokens hold `sequence` up to its position.
+        """Runs the segment; returns when its hops that lacked tokens hold `sequence` up to the segment's end.
 
         The hops in `segment.scratch` lacked none, and only pass outputs on to the next hop. `number` is the index of
         the sequence's identity in `binding.identities`.
@@ -37,8 +37,8 @@ class Replayer:
         """
         hops = list(binding.chain.hops[segment.first : segment.last + 1])
         async with (
-            self._budget.of(sequence.position - segment.start),
-            self._scratch(binding, number, sequence, segment) as scratch,
+            self._budget.of(segment.end - segment.start),
+            self._scratch(binding, number, segment) as scratch,
         ):
             with StepWindow[None](len(hops), self._limits.step_timeout_s, lambda _, results: None) as window:
                 for start, end in self._steps(binding, sequence, segment):
@@ -60,16 +60,27 @@ class Replayer:
                     window.add(None, sent)
                 await window.drain()
 
-    def _steps(self, binding: ChainBinding, sequence: History, segment: ReplaySegment) -> Sequence[tuple[int, int]]:
-        max_tokens = self._limits.chunk_tokens(binding.max_step_tokens)
-        steps = sequence.shapes.replay(segment.start, max_tokens, merges=self._limits.merges_replayed_steps)
-        position = sequence.position
-        return [(start, min(end, position)) for start, end in steps if start < position]
+    def _steps(self, binding: ChainBinding, sequence: History, segment: ReplaySegment) -> Iterable[tuple[int, int]]:
+        """The steps of a segment, each as the first and the end of its tokens.
+
+        Other cuts than a prompt's own ones may change bits, which count unless the model computes in float32.
+        """
+        limits, start, end = self._limits, segment.start, segment.end
+        if limits.follows_numerics and not self._are_cuts_equal(binding, segment):
+            steps = sequence.shapes.replay(start, limits.chunk_tokens(binding.max_step_tokens))
+            return [(begin, min(until, end)) for begin, until in steps if begin < end]
+        is_shared = self._plane.has_ring(binding.chain.hops)
+        most = limits.chunk_tokens(binding.max_step_tokens, during_decode=is_shared)
+        size = chunk_tokens(end - start, len(segment.hops), most)
+        return [(begin, min(begin + size, end)) for begin in range(start, end, size)]
+
+    def _are_cuts_equal(self, binding: ChainBinding, segment: ReplaySegment) -> bool:
+        if binding.open_options.adapter is not None:
+            return False
+        return all(self._plane.has_equal_cuts(binding.chain.hops[hop].address) for hop in segment.hops)
 
     @asynccontextmanager
-    async def _scratch(
-        self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment
-    ) -> AsyncIterator[bytes]:
+    async def _scratch(self, binding: ChainBinding, number: int, segment: ReplaySegment) -> AsyncIterator[bytes]:
         """Opens a scratch session on the scratch hops, and yields its id, which is empty if there are no such hops.
 
         The hops compute in the scratch session, so that the session that they hold stays as it is.
@@ -81,7 +92,7 @@ class Replayer:
         prompts = binding.open_options.prompts
         open_options = replace(
             binding.open_options,
-            max_tokens=sequence.position,
+            max_tokens=segment.end,
             transient=True,
             recorded_chain=None,
             # No prefix cache: a cached token produces no output, and the replay needs the output of every token.

@@ -75,7 +75,6 @@ class ChainLimits:
         recovery_patience_s: how long a request waits for a server that was lost, or for one that can replace it.
         max_replayed_tokens: the most tokens that all recoveries together replay at a time, so that a server's death
             does not overload the others. A hop on CPUs computes the default number in a few seconds.
-        merges_replayed_steps: whether tokens that were processed one by one are replayed in chunks.
         max_tokens_ahead: how many unread tokens hops may choose ahead of the reader.
         short_factor_length: tokens of the longest text that uses the short factors of a longrope embedding; None: the
             model does not switch factors.
@@ -90,7 +89,6 @@ class ChainLimits:
     max_recoveries: int = 16
     recovery_patience_s: float = 30.0
     max_replayed_tokens: int = 8192
-    merges_replayed_steps: bool = True
     max_tokens_ahead: int = 32
     short_factor_length: int | None = None
     max_microbatches: int = 0

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
@@ -19,7 +19,7 @@ from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ALL_TOKENS, ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
 from corolla.chain.routes import Routes
 from corolla.chain.standbys import Standbys
-from corolla.chain.step_window import StepWindow
+from corolla.chain.step_window import StepWindow, chunk_tokens
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import CorollaError, InternalError
@@ -29,27 +29,6 @@ from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-
-MIN_CHUNK_TOKENS: Final = 64
-"""A product of a matrix with fewer rows than this costs clearly more per row."""
-
-_CHUNKS_PER_HOP: Final = 4
-
-
-def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
-    """Tokens of each chunk of a prompt of `num_tokens`, at most `max_tokens`; the last chunk may have fewer.
-
-    With `k` chunks, all of `s` hops are busy except in `s - 1` of `k + s - 1` rounds (the pipeline bubble of GPipe,
-    Huang et al. 2019), so a prompt gets several chunks for each hop. Chunks that are too small cost more than they
-    gain, and with a single hop there is nothing to gain.
-
-    Args:
-        num_hops: hops that are busy at a time.
-    """
-    if num_hops == 1:
-        return max_tokens
-    even = -(-num_tokens // (_CHUNKS_PER_HOP * num_hops))
-    return min(max(even, MIN_CHUNK_TOKENS), max_tokens)
 
 
 class TokenReader(Protocol):

@@ -1,14 +1,36 @@
-"""Bounds how many steps of a sequence are under way: enough to keep all hops of its chain busy."""
+"""Bounds the size of a sequence's steps, and how many are under way: enough to keep all hops of its chain busy."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Generic, Self, TypeVar
+from typing import Final, Generic, Self, TypeVar
 
 from corolla.chain.pending import HiddenStates, RowFuture, discard, wait_for_result
 from corolla.chain.window_size import WindowSize
 
 Step = TypeVar("Step")
+
+
+MIN_CHUNK_TOKENS: Final = 64
+"""A product of a matrix with fewer rows than this costs clearly more per row."""
+
+_CHUNKS_PER_HOP: Final = 4
+
+
+def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
+    """Tokens of each chunk of a text of `num_tokens`, at most `max_tokens`; the last chunk may have fewer.
+
+    With `k` chunks, all of `s` hops are busy except in `s - 1` of `k + s - 1` rounds (the pipeline bubble of GPipe,
+    Huang et al. 2019), so a text gets several chunks for each hop. Chunks that are too small cost more than they
+    gain, and with a single hop there is nothing to gain.
+
+    Args:
+        num_hops: hops that are busy at a time.
+    """
+    if num_hops == 1:
+        return max_tokens
+    even = -(-num_tokens // (_CHUNKS_PER_HOP * num_hops))
+    return min(max(even, MIN_CHUNK_TOKENS), max_tokens)
 
 
 class StepWindow(Generic[Step]):

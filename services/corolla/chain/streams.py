@@ -133,6 +133,11 @@ class DataPlane:
         welcome = self._welcome(address)
         return welcome is not None and welcome.has_draft_model
 
+    def has_equal_cuts(self, address: str) -> bool:
+        """The connected server gives a token the same bits however its text is cut into steps."""
+        welcome = self._welcome(address)
+        return welcome is not None and welcome.cuts_are_equal
+
     def _welcome(self, address: str) -> pb.Welcome | None:
         server = self._servers.get(address)
         if server is None or not server.welcome.done() or server.welcome.cancelled() or server.welcome.exception():

@@ -25,6 +25,14 @@ class KernelChoices:
     products: Mapping[str, str] = field(default_factory=dict)
     adapters: str = "torch"
 
+    @property
+    def cuts_are_equal(self) -> bool:
+        """A token gets the same bits however its text is cut into steps, if no adapter is used.
+
+        A GPU's kernels are taken only where a trial found that; see `kernels/kernel_trial`.
+        """
+        return self.attention == self.blocks == "triton" and {*self.products.values()} <= {"triton", "ladder"}
+
     def summary(self, recorded_rows: int) -> str:
         """The kernels in a few words, for people.
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.chain.reservations import ChainLimits
-from corolla.chain.session import MIN_CHUNK_TOKENS, chunk_tokens
+from corolla.chain.step_window import MIN_CHUNK_TOKENS, chunk_tokens
 
 
 @pytest.mark.parametrize(

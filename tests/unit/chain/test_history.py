@@ -15,27 +15,21 @@ def shapes_of(given_steps: list[tuple[int, bool]]) -> StepShapes:
     return shapes
 
 
-@given(steps, st.integers(1, 12), st.booleans(), st.data())
+@given(steps, st.integers(1, 12), st.data())
 def test_a_replay_takes_every_token_once_and_in_order(
-    given_steps: list[tuple[int, bool]], max_tokens: int, merges: bool, data: st.DataObject
+    given_steps: list[tuple[int, bool]], max_tokens: int, data: st.DataObject
 ) -> None:
     shapes = shapes_of(given_steps)
     start = data.draw(st.integers(0, shapes.num_tokens))
-    replayed = list(shapes.replay(start, max_tokens, merges=merges))
+    replayed = list(shapes.replay(start, max_tokens))
     assert [token for begin, end in replayed for token in range(begin, end)] == list(range(start, shapes.num_tokens))
     assert all(0 < end - begin <= max_tokens for begin, end in replayed)
 
 
-@given(steps)
-def test_without_merging_a_replay_repeats_every_step(given_steps: list[tuple[int, bool]]) -> None:
-    lengths = [end - begin for begin, end in shapes_of(given_steps).replay(0, 9, merges=False)]
-    assert lengths == [num_tokens for num_tokens, _ in given_steps]
-
-
 def test_single_tokens_are_merged_and_chunks_of_prompts_stay_as_they_were() -> None:
     shapes = shapes_of([(8, True), (3, True), *[(1, False)] * 5, (2, False), (4, True), (1, False)])
-    assert list(shapes.replay(0, 8, merges=True)) == [(0, 8), (8, 11), (11, 18), (18, 22), (22, 23)]
-    assert list(shapes.replay(2, 4, merges=True)) == [(2, 6), (6, 8), (8, 11), (11, 15), (15, 18), (18, 22), (22, 23)]
+    assert list(shapes.replay(0, 8)) == [(0, 8), (8, 11), (11, 18), (18, 22), (22, 23)]
+    assert list(shapes.replay(2, 4)) == [(2, 6), (6, 8), (8, 11), (11, 15), (15, 18), (18, 22), (22, 23)]
 
 
 @given(steps, st.data())
@@ -46,6 +40,6 @@ def test_truncated_steps_leave_no_trace(given_steps: list[tuple[int, bool]], dat
     shapes.truncate(position)
     assert shapes.num_tokens == sum(shapes.lengths) == position
     shapes.append(2, is_prompt=False)
-    lengths = [end - begin for begin, end in shapes.replay(0, 9, merges=False)]
+    lengths = [end - begin for begin, end in shapes.replay(0, 9)]
     assert sum(lengths) == position + 2
     assert untouched.num_tokens == sum(num_tokens for num_tokens, _ in given_steps)

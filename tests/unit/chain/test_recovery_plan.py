@@ -1,5 +1,7 @@
 """Lanes against a chain of integers, in which every hop's output depends on all tokens before."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,9 +48,9 @@ class Hop:
         return output(self.number, token)
 
 
-def run(hops: list[Hop], segment: ReplaySegment, position: int) -> None:
+def run(hops: list[Hop], segment: ReplaySegment) -> None:
     scratch: dict[int, list[int]] = {number: [] for number in segment.scratch}
-    for token in range(segment.start, position):
+    for token in range(segment.start, segment.end):
         state = output(CLIENT, token) if segment.source == CLIENT else hops[segment.source].kept[token]
         for number in segment.hops:
             state = hops[number].process(token, state, scratch.get(number, hops[number].held))
@@ -62,15 +64,20 @@ def test_after_the_lanes_every_hop_holds_all_and_no_other_was_touched(
     hops = [Hop(number, state) for number, state in enumerate(states)]
     segments = plan_segments(states, position, may_scratch=may_scratch)
     for segment in segments:
-        run(hops, segment, position)
+        run(hops, segment)
     lacking = {number for number, state in enumerate(states) if state.start_for(position) < position}
     for number, hop in enumerate(hops):
         assert hop.held[:position] == list(range(position))
         if may_scratch and number not in lacking:
             assert len(hop.held) == states[number].num_held, "it lost nothing, and holds what it held"
     assert {segment.last for segment in segments} <= lacking
-    computing = [number for segment in segments for number in segment.hops]
-    assert len(computing) == len(set(computing)), "no hop computes twice"
+    computing = [
+        (number, token)
+        for segment in segments
+        for number in segment.hops
+        for token in range(segment.start, segment.end)
+    ]
+    assert len(computing) == len(set(computing)), "no hop computes a token twice"
 
 
 @given(chains)
@@ -86,12 +93,35 @@ def test_where_outputs_are_kept_only_the_lost_hops_compute(chain: tuple[int, lis
 def test_two_lost_hops_get_their_own_lanes_and_neighbours_share_one() -> None:
     held = HopState(8, 0, 0, 8)
     assert plan_segments([held, HopState(0), held, HopState(0), HopState(3)], 8) == [
-        ReplaySegment(0, 1, 1, 0, frozenset()),
-        ReplaySegment(2, 3, 4, 0, frozenset()),
+        ReplaySegment(0, 1, 1, 0, 8, frozenset()),
+        ReplaySegment(2, 3, 4, 0, 8, frozenset()),
     ]
 
 
 def test_hops_without_boundary_activations_compute_in_scratch_sessions() -> None:
     segments = plan_segments([HopState(8), HopState(0), HopState(8), HopState(2)], 8)
-    assert segments == [ReplaySegment(CLIENT, 0, 3, 0, frozenset({0, 2}))]
+    assert segments == [ReplaySegment(CLIENT, 0, 3, 0, 8, frozenset({0, 2}))]
     assert segments[0].scratch_mask == 0b101
+
+
+@given(chains)
+def test_hops_compute_nothing_of_what_the_one_before_the_lost_one_has_kept(chain: tuple[int, list[HopState]]) -> None:
+    position, states = chain
+    whole = [HopState(max(position, each.num_held), 0, each.kept_start, each.num_held) for each in states]
+    *helpers, kept = (replace(each, kept_end=max(position, each.kept_end)) for each in whole)
+    segments = plan_segments([*helpers, kept, HopState(0)], position)
+    computed = {segment.end for segment in segments if len(segment.hops) > 1 or segment.source == CLIENT}
+    assert computed <= {min(kept.kept_start, position)}
+
+
+def test_the_beginning_from_a_prefix_cache_is_computed_and_the_rest_sent_again() -> None:
+    held = HopState(8, 0, 3, 8)
+    assert plan_segments([held, held, HopState(1), HopState(0)], 8) == [
+        ReplaySegment(CLIENT, 0, 3, 0, 3, frozenset({0, 1})),
+        ReplaySegment(1, 2, 3, 3, 8, frozenset()),
+    ]
+    (segment,) = plan_segments([held, held, HopState(3)], 8)
+    assert segment == ReplaySegment(1, 2, 2, 3, 8, frozenset()), "another session's beginning is there"
+    # The hop before lacks tokens, too; or no hop has room for a scratch session, and would forget the rest.
+    assert len(plan_segments([HopState(0), held, HopState(0)], 8)) == 1
+    assert len(plan_segments([held, held, HopState(0)], 8, may_scratch=False)) == 1
