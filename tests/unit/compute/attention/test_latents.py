@@ -153,9 +153,9 @@ def peak_bytes(work: Callable[[], tuple[Tensor, None]]) -> tuple[int, Tensor]:
 @pytest.mark.parametrize(
     "num_queries, num_tokens, dtype, tolerance, most_mib",
     [
-        pytest.param(1, 10_000, torch.bfloat16, 2e-2, 4, id="latents in half precision"),
+        pytest.param(1, 5_000, torch.bfloat16, 2e-2, 2, id="latents in half precision"),
         pytest.param(60, 6_000, torch.float32, 1e-5, 16, id="scores over latents"),
-        pytest.param(200, 2_000, torch.float32, 1e-5, 32, id="expanded"),
+        pytest.param(200, 1_000, torch.float32, 1e-5, 16, id="expanded"),
     ],
 )
 def test_one_row_takes_no_more_than_its_share(
