@@ -316,6 +316,7 @@ _WIDER_SHARED: Final = {"shared_expert_intermediate_size": 64}
 PUBLISHED: Final[tuple[Published, ...]] = (
     Published("Llama-3.1-8B", "llama", text=_LLAMA3),
     Published("Llama-3.3-70B", "llama", text=_LLAMA3),
+    Published("Llama-3.3-70B-Instruct-FP4", "llama", weights="NVFP4", made="nvfp4"),
     Published("Llama-4-Scout", "", "llama4", _LLAMA4, _LLAMA4_VISION),
     Published(
         "Llama-4-Maverick-FP8", "", "llama4", _LLAMA4, _LLAMA4_VISION, "FP8 (compressed-tensors)", "ct-fp8-outputs"
@@ -327,6 +328,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     ),
     Published("Qwen3-32B", "qwen3"),
     Published("Qwen3-30B-A3B", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY),
+    Published("Qwen3-30B-A3B-FP4", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY, weights="NVFP4", made="nvfp4"),
     Published("Qwen3-235B-A22B-FP8", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY, weights="FP8", made="fp8-blocks"),
     Published("Qwen3-Coder-480B-A35B-FP8", "qwen3_moe", text=_SINGLE_EXPERTS_ONLY, weights="FP8", made="fp8-blocks"),
     Published("Qwen3-Next-80B-A3B-FP8", "qwen3_next", text=_WIDER_SHARED, weights="FP8", made="fp8-blocks"),

@@ -338,7 +338,48 @@ def fp8_of_outputs(method: str = "fbgemm_fp8", kind: torch.dtype = torch.float8_
     return Made({"quant_method": method, "activation_scale_ub": 1200.0}, pack)
 
 
-# --- MXFP4 ------------------------------------------------------------------------------------------------------------
+# --- floats of four bits ----------------------------------------------------------------------------------------------
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _e2m1_codes(scaled: Tensor) -> Tensor:
+    """The codes of the nearest numbers."""
+    return (scaled.abs().unsqueeze(-1) - _E2M1).abs().argmin(-1) | ((scaled < 0).long() << 3)
+
+
+def _octets_of_codes(codes: Tensor) -> Tensor:
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
+
+
+def nvfp4(*, fp8: tuple[int, ...] = ()) -> Made:
+    """Packs and expands as `NVFP4QTensor` of NVIDIA's TensorRT-Model-Optimizer does.
+
+    The names, shapes and types of tensors are those of nvidia's checkpoints, as vLLM's `modelopt.py` reads them.
+
+    Args:
+        fp8: weights with so many outputs are of FP8, as in models of mixed precision.
+    """
+
+    def pack(weight: Tensor) -> Packed:
+        if len(weight) in fp8:
+            own = weight.abs().max() / 448.0
+            numbers = (weight / own).to(torch.float8_e4m3fn)
+            return {"weight": numbers, "weight_scale": own, "input_scale": own.clone()}, numbers.float() * own
+        groups = weight.view(len(weight), -1, 16)
+        own = weight.abs().max() / (6.0 * 448.0)
+        scales = (groups.abs().amax(2) / (6.0 * own)).clamp(max=448.0).to(torch.float8_e4m3fn)
+        of_numbers = (scales.float() * own).unsqueeze(2)
+        codes = _e2m1_codes(torch.where(of_numbers == 0, 0, groups / of_numbers))
+        whole = torch.cat([_E2M1, -_E2M1])[codes] * of_numbers
+        parts = {"weight": _octets_of_codes(codes.view_as(weight)), "weight_scale": scales, "weight_scale_2": own}
+        return {**parts, "input_scale": own.clone()}, whole.view_as(weight)
+
+    config = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION" if fp8 else "NVFP4", "ignore": ["lm_head"],
+        "producer": {"name": "modelopt", "version": "0.29.0"}, "kv_cache_scheme": {"num_bits": 8, "type": "float"},
+    }  # fmt: skip
+    return Made(config, pack)
 
 
 def mxfp4() -> Made:
@@ -347,13 +388,8 @@ def mxfp4() -> Made:
     def experts(weight: Tensor) -> Packed:
         groups = weight.transpose(1, 2).reshape(len(weight), weight.shape[2], -1, 32)
         exponents = torch.floor(torch.log2(groups.abs().amax(3).clamp(min=1e-20))) - 2
-        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-        scaled = groups / torch.exp2(exponents).unsqueeze(3)
-        codes = (scaled.abs().unsqueeze(-1) - table).abs().argmin(-1) | ((scaled < 0).long() << 3)
-        parts = {
-            "blocks": (codes[..., 0::2] | (codes[..., 1::2] << 4)).to(torch.uint8),
-            "scales": (exponents + 127).to(torch.uint8),
-        }
+        codes = _e2m1_codes(groups / torch.exp2(exponents).unsqueeze(3))
+        parts = {"blocks": _octets_of_codes(codes), "scales": (exponents + 127).to(torch.uint8)}
         expand: Any = convert_moe_packed_tensors
         return parts, expand(parts["blocks"], parts["scales"], dtype=torch.float32)
 
@@ -433,6 +469,7 @@ FORMATS: Mapping[str, Callable[[], Made]] = {
     "ct-mxfp8": lambda: _CT(
         "mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
     ),
+    "nvfp4": nvfp4,
     "bnb-nf4": bitsandbytes_4bit,
     "bnb-nf4-nested": lambda: bitsandbytes_4bit(is_nested=True),
     "bnb-fp4": lambda: bitsandbytes_4bit("fp4", storage=torch.float32),

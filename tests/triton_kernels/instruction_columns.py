@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from corolla.cache.codecs import CODECS
-from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
+from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, SubScale, group_layout
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
 from corolla.kernels.triton.expert_launches import ChosenExperts, multiply_packed_experts
@@ -35,6 +35,9 @@ GROUPS = [
     group_layout(128, Scale.FLOAT32, number=Number.E4M3),
     group_layout(64, Scale.FLOAT32, number=Number.E5M2),
     group_layout(128, Scale.FLOAT16, has_zeros=True, number=Number.INT8),
+    group_layout(32, Scale.E8M0, number=Number.E2M1),
+    group_layout(128, Scale.FLOAT32, number=Number.E2M1, sub_scale=(16, SubScale.E4M3)),
+    group_layout(128, Scale.FLOAT32, number=Number.E2M1, sub_scale=(16, SubScale.E4M3_DIVIDED)),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from corolla.kernels.expert_routing import Routing
-from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, group_layout
+from corolla.kernels.layouts import LAYOUTS, Layout, Number, Scale, SubScale, group_layout
 from corolla.kernels.products import kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers
 from corolla.kernels.triton.expert_launches import choose_experts, multiply_experts, multiply_packed_experts
@@ -32,6 +32,12 @@ GROUPS += [
     group_layout(128, Scale.FLOAT16, has_zeros=True, number=Number.INT8),
     group_layout(32, Scale.BFLOAT16, has_minimum=True),
     group_layout(32, Scale.FLOAT32, has_minimum=True),
+]
+# MXFP4 and NVFP4.
+GROUPS += [
+    group_layout(32, Scale.E8M0, number=Number.E2M1),
+    group_layout(128, Scale.FLOAT32, number=Number.E2M1, sub_scale=(16, SubScale.E4M3)),
+    group_layout(64, Scale.FLOAT32, number=Number.E2M1, sub_scale=(16, SubScale.E4M3_DIVIDED)),
 ]
 TYPES = [*LAYOUTS.values(), *(layout for layout in GROUPS if layout is not None)]
 
@@ -57,11 +63,14 @@ def _drawn_panels(layout: Layout, num_rows: int, seed: int) -> Tensor:
         return torch.randint(least, end, (num_rows, columns), generator=source).to(kind)
 
     def small(kind: torch.dtype) -> Tensor:
-        return torch.randn(num_rows, num_blocks, generator=source).div(64).to(kind)
+        if kind == torch.uint8:
+            return whole(0, 129, num_blocks, kind)
+        drawn = torch.randn(num_rows, num_blocks, generator=source)
+        return (drawn + drawn.sign() if layout.divides else drawn.div(64)).to(kind)
 
     has_sub, per_block = layout.has_sub_scales, layout.units * layout.scales_per_unit
     codes = whole(0, 1 << layout.bits, NUM_COLUMNS, torch.uint8)
-    if layout.is_float:
+    if layout.bits == 8 and layout.is_float:
         not_finite = 0x7F if layout.exponent_bits == 4 else 0x7C
         codes[codes & not_finite == not_finite] = 0
     numbers = Numbers(
@@ -87,7 +96,8 @@ def weights_of(layout: Layout, panels: Tensor) -> Tensor:
 
 # One of each number of bits, of each type of scale, with and without zero points, minima and sub-scales.
 QUICK_TYPES = [
-    TYPES[0], *(each for each in TYPES if each.name in ("Q5_1", "Q5_K", "Q6_K")), *TYPES[9:14:2], *TYPES[14:],
+    TYPES[0], *(each for each in TYPES if each.name in ("Q5_1", "Q5_K", "Q6_K")), *TYPES[9:14:2], *TYPES[14:-2],
+    TYPES[-1],
 ]  # fmt: skip
 
 
@@ -160,7 +170,7 @@ NUM_EXPERTS, NUM_CHOSEN, NUM_TOKENS = 5, 2, 45
 
 
 # Experts are unpacked by the functions of layers, which the test above tries with every layout.
-OF_EXPERTS = [*QUICK, *((LAYOUTS[name], torch.float16) for name in ("Q4_K", "Q8_0"))]
+OF_EXPERTS = [*QUICK, *((layout, torch.float16) for layout in (LAYOUTS["Q4_K"], LAYOUTS["Q8_0"], TYPES[-3]))]
 
 
 @pytest.mark.parametrize(
@@ -179,6 +189,9 @@ def test_a_product_of_experts_has_the_bits_of_that_of_expanded_experts(case: tup
     logits[5:40, 1] = 100
     logits, routing = logits.to(DEVICE), Routing(NUM_EXPERTS, NUM_CHOSEN, "softmax")
     chosen = choose_experts(logits, routing)
+    bias = torch.randn(NUM_EXPERTS, NUM_OUTPUTS, generator=source, device="cpu").to(DEVICE, dtype)
+    with_bias = multiply_packed_experts(layout, rows, panels, NUM_OUTPUTS, chosen, bias)
+    assert torch.equal(with_bias, multiply_experts(rows, expanded, chosen, bias))
     whole = multiply_packed_experts(layout, rows, panels, NUM_OUTPUTS, chosen)
     assert torch.equal(whole, multiply_experts(rows, expanded, chosen))
     # A row for each pair, as the second product of an expert has it.

@@ -8,7 +8,7 @@ A panel is a list of blocks. A block of `block_weights` columns has these parts,
     scale         float16, or another type
     minimum       of the scale's type, where the type has one
     zero point    int8, where the type has one
-    sub-scales    int8, one for each `sub_scale_weights` columns, where a block has several
+    sub-scales    int8 or E4M3, one for each `sub_scale_weights` columns, where a block has several
     sub-minima    int8, one for each 32 columns, where a block has several and the type has minima
     low bits      for each 32 columns: four bits of each column, eight columns in an int32; a byte for types of 8 bits
     high bits     for each 32 columns: the fifth bit of each column in one int32, or the fifth and sixth bits in two
@@ -30,16 +30,29 @@ UNIT: Final = 32
 """How many columns a unit has. The low bits of a unit lie together, and so do its high bits."""
 
 
+E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The floats of four bits in the order of their codes: a sign, two bits of the exponent, one of the fraction."""
+
+
 class Scale(enum.Enum):
-    """The type of scales, with LLVM's name."""
+    """The type of scales, with LLVM's name. E8M0 is the exponent of a power of two (OCP Microscaling Formats)."""
 
     FLOAT16 = "half"
     BFLOAT16 = "bfloat"
     FLOAT32 = "float"
+    E8M0 = "i8"
 
     @property
     def num_bytes(self) -> int:
-        return 4 if self is Scale.FLOAT32 else 2
+        return {Scale.FLOAT32: 4, Scale.E8M0: 1}.get(self, 2)
+
+
+class SubScale(enum.Enum):
+    """The type of sub-scales, and whether a block's scale multiplies or divides them."""
+
+    INT8 = "int8"
+    E4M3 = "E4M3"
+    E4M3_DIVIDED = "E4M3 divided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +61,16 @@ class Layout:
 
     Attributes:
         name: the type's name in GGUF, or the name that `group_layout` makes.
-        bits: the bits of a number: 4, 5, 6 or 8. Numbers of 8 bits are int8, or floats.
+        bits: the bits of a number: 4, 5, 6 or 8. Numbers of 4 bits may be floats; those of 8 bits are int8, or floats.
         is_centred: whether half of the range is subtracted from each number; int8 is centred.
         has_minimum: whether a minimum is added to each weight.
         block_weights: how many columns share a scale.
         sub_scale_weights: how many columns share a sub-scale, where a block has several; None: it has none.
+        sub_scale: the type of sub-scales.
         scale: the type of scales.
         has_zeros: whether a zero point is subtracted from each number.
-        exponent_bits: 0 for integers; the bits of the exponent of floats (FP8): 4 in E4M3, 5 in E5M2. These floats are
-            finite, and scales are below `MOST_FLOAT_SCALE`.
+        exponent_bits: 0 for integers; the bits of the exponent of floats: 4 in E4M3, 5 in E5M2, 2 in E2M1, whose other
+            bits are a sign and the fraction. These floats are finite, and scales are below `most_scale`.
     """
 
     name: str
@@ -65,6 +79,7 @@ class Layout:
     has_minimum: bool
     block_weights: int = UNIT
     sub_scale_weights: int | None = None
+    sub_scale: SubScale = SubScale.INT8
     scale: Scale = Scale.FLOAT16
     has_zeros: bool = False
     exponent_bits: int = 0
@@ -80,14 +95,28 @@ class Layout:
 
     @property
     def float_factor(self) -> float:
-        """A float of 8 bits is this factor times the float32 whose exponent and fraction end with its own."""
+        """A float is this factor times the float32 whose exponent ends, and whose fraction begins, with its own."""
         # The biases of both exponents differ by this power.
         return float(2.0 ** (128 - (1 << (self.exponent_bits - 1))))
+
+    @property
+    def most_scale(self) -> float:
+        """The scales of floats are smaller, so that a kernel may multiply them by `float_factor` first."""
+        return min(128.0, 2.0**128 / self.float_factor)
 
     @property
     def step(self) -> int:
         """How many columns are multiplied in one round of a loop."""
         return UNIT
+
+    @property
+    def has_float_sub_scales(self) -> bool:
+        return self.sub_scale is not SubScale.INT8
+
+    @property
+    def divides(self) -> bool:
+        """Whether sub-scales are divided by the block's scale."""
+        return self.sub_scale is SubScale.E4M3_DIVIDED
 
     @property
     def has_sub_scales(self) -> bool:
@@ -188,8 +217,6 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
 }
 """The types of GGUF files that compiled functions multiply by without unpacking the whole matrix."""
 
-MOST_FLOAT_SCALE: Final = 128.0
-"""The scales of floats of 8 bits are smaller, so that a kernel may multiply them by a power of two first."""
 _GROUP_BLOCKS: Final = (256, 128, 64, 32)
 
 
@@ -197,13 +224,14 @@ class Number(enum.Enum):
     """The type of numbers that groups of columns share a scale for, with its name in a layout's name."""
 
     UINT4 = "U4"
+    E2M1 = "E2M1"
     INT8 = "I8"
     E4M3 = "E4M3"
     E5M2 = "E5M2"
 
     @property
     def exponent_bits(self) -> int:
-        return {Number.E4M3: 4, Number.E5M2: 5}.get(self, 0)
+        return {Number.E2M1: 2, Number.E4M3: 4, Number.E5M2: 5}.get(self, 0)
 
 
 def group_layout(
@@ -213,17 +241,24 @@ def group_layout(
     has_zeros: bool = False,
     has_minimum: bool = False,
     number: Number = Number.UINT4,
+    sub_scale: tuple[int, SubScale] | None = None,
 ) -> Layout | None:
     """The layout of numbers with a scale for each group of columns; None: no block size divides a group.
 
     A block is a whole group or an equal part of one, so that few kernels serve all group sizes.
+
+    Args:
+        sub_scale: how many columns share a sub-scale, and its type; None: there are none.
     """
     block_weights = next((each for each in _GROUP_BLOCKS if group_weights % each == 0), None)
     if block_weights is None:
         return None
     parts = [scale.name.lower(), *["zero points"] * has_zeros, *["minima"] * has_minimum]
+    columns, kind = sub_scale or (None, SubScale.INT8)
+    if columns is not None:
+        parts.append(f"{kind.value} of {columns}")
     return Layout(
-        f"{number.value} of {block_weights}, {', '.join(parts)}", 4 if number is Number.UINT4 else 8,
+        f"{number.value} of {block_weights}, {', '.join(parts)}", 4 if number in (Number.UINT4, Number.E2M1) else 8,
         is_centred=not number.exponent_bits, has_minimum=has_minimum, block_weights=block_weights, scale=scale,
-        has_zeros=has_zeros, exponent_bits=number.exponent_bits,
+        has_zeros=has_zeros, exponent_bits=number.exponent_bits, sub_scale_weights=columns, sub_scale=kind,
     )  # fmt: skip

@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from corolla.kernels.compiler import processor_features
 from corolla.kernels.layouts import PLAIN_BFLOAT16, PLAIN_FLOAT32, UNIT, Layout, PlainLayout
 from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Fields, Function
-from corolla.kernels.weights_source import columns, panel_part
+from corolla.kernels.weights_source import HEAD_OF_PERMUTATIONS, columns, panel_part
 
 _PAIRS: Final = f"<{2 * LANES} x bfloat>"
 _DOT: Final = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -81,6 +82,8 @@ def module_source(
         parts += [_part("part", layout, plain_tiles, rows)]
     else:
         unpacked = unpacked_layout(rows)
+        if layout.bits == 4 and layout.is_float and processor_features().get("avx512f"):
+            parts.append(HEAD_OF_PERMUTATIONS)
         few = [size for size in plain_tiles if size[1] <= UNPACKED_PANELS]
         parts += [_tile(tile(layout, *size, is_ordered), "tile") for size in packed_tiles]
         parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size, is_ordered), "unpacked") for size in few)]

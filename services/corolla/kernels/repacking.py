@@ -14,7 +14,7 @@ from torch import Tensor
 
 from corolla.chassis import heap
 from corolla.chassis.processors import available_cores
-from corolla.kernels.layouts import UNIT, Layout, PlainLayout, Scale
+from corolla.kernels.layouts import E2M1, UNIT, Layout, PlainLayout, Scale, SubScale
 from corolla.kernels.llvm_text import LANES
 
 # How many numbers are reordered at a time; more numbers would only take more memory.
@@ -28,6 +28,13 @@ _LEAST_BYTES_IN_HUGE_PAGES: Final = 8 * heap.HUGE_PAGE_BYTES
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # The highest bit of each number of four bits.
 _MIDDLES: Final = 0x88888888 - (1 << 32)
+_SCALES: Final = {
+    Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32,
+    Scale.E8M0: torch.float8_e8m0fnu,
+}  # fmt: skip
+_SUB_SCALES: Final = {
+    SubScale.INT8: torch.int8, SubScale.E4M3: torch.float8_e4m3fn, SubScale.E4M3_DIVIDED: torch.float8_e4m3fn
+}  # fmt: skip
 # Numbers of 8 bits, by the bits of their exponent.
 _OCTETS: Final = {0: torch.int8, 4: torch.float8_e4m3fn, 5: torch.float8_e5m2}
 
@@ -41,10 +48,10 @@ class Numbers:
     Attributes:
         codes: uint8 `[R, K]`: the packed numbers; codes of eight bits are the bits of int8 or a float. Or int32
             `[R, K / 8]`: the four low bits of eight numbers in a word, the first number lowest.
-        scales: `[R, B]` in the layout's scale type, one for each block.
+        scales: `[R, B]` in the layout's scale type (E8M0: uint8), one for each block.
         minima: `[R, B]` in the layout's scale type, added to the weights; with `sub_minima`, the products of both
             are subtracted instead.
-        sub_scales: int8 `[R, B * n]`, `n` for each block.
+        sub_scales: int8 `[R, B * n]`, `n` for each block; uint8 with the bits of E4M3.
         sub_minima: int8 `[R, B * n]`, `n` for each block.
         zeros: int8 `[R, B]`: zero points, relative to the middle of the range of codes.
         high: int32 `[R, K * bits / 32]`: the bits above the four low ones in words, the first number lowest, where
@@ -127,8 +134,11 @@ def repack_numbers(
             if (part := getattr(numbers, name)) is not None
         }
         if missing := -end % LANES * num_blocks:
+            # A scale that divides is 1, so that these weights are zero, too.
+            fillings = {name: int(name == "scales" and layout.divides) for name in in_rows}
             in_rows = {
-                name: torch.cat([part, part.new_zeros(missing, part.shape[1])]) for name, part in in_rows.items()
+                name: torch.cat([part, part.new_full((missing, part.shape[1]), fillings[name])])
+                for name, part in in_rows.items()
             }
         _write(Numbers(**in_rows), layout, panels[first : first + step])
 
@@ -219,7 +229,6 @@ def unpack(panels: Tensor, layout: Layout, num_rows: int) -> Tensor:
         num_rows: how many rows the matrix has.
     """
     num_panels, num_blocks, _ = panels.shape
-    scale_type = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
 
     def part(at: int, num_words: int, dtype: torch.dtype) -> Tensor:
         """Words of the 16 rows: `[panels, blocks, num_words, 16]`."""
@@ -233,22 +242,23 @@ def unpack(panels: Tensor, layout: Layout, num_rows: int) -> Tensor:
 
     if layout.bits == 8:
         numbers = part(layout.low_at, layout.block_weights, _OCTETS[layout.exponent_bits]).float()
+    elif layout.is_float:
+        numbers = torch.tensor(E2M1, device=panels.device)[bits(layout.low_at, 4)]
     else:
-        codes = bits(layout.low_at, 4)
-        if layout.bits == 4 and layout.is_centred:
-            codes = codes ^ 8
+        codes = bits(layout.low_at, 4) ^ (8 if layout.bits == 4 and layout.is_centred else 0)
         if layout.high_bits:
             codes = codes | bits(layout.high_at, layout.high_bits) << 4
         numbers = (codes - layout.middle).float()
     if layout.has_zeros:
         numbers = numbers - part(layout.minima_at, 1, torch.int8)
-    scales = part(0, 1, scale_type[layout.scale]).float()
+    scales = part(0, 1, _SCALES[layout.scale]).float()
     if layout.sub_scale_weights is not None:
-        subs = part(layout.sub_scales_at, layout.units * layout.scales_per_unit, torch.int8)
-        scales = (scales * subs).repeat_interleave(layout.sub_scale_weights, dim=2)
+        subs = part(layout.sub_scales_at, layout.units * layout.scales_per_unit, _SUB_SCALES[layout.sub_scale])
+        scales = subs.float() / scales if layout.divides else subs.float() * scales
+        scales = scales.repeat_interleave(layout.sub_scale_weights, dim=2)
     weights = numbers * scales
     if layout.has_minimum:
-        minima = part(layout.minima_at, 1, scale_type[layout.scale]).float()
+        minima = part(layout.minima_at, 1, _SCALES[layout.scale]).float()
         if layout.has_sub_scales:
             minima = -(minima * part(layout.sub_minima_at, layout.units, torch.int8)).repeat_interleave(UNIT, dim=2)
         weights = weights + minima

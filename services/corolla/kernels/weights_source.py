@@ -3,12 +3,21 @@
 from collections.abc import Iterator
 from typing import Final
 
-from corolla.kernels.layouts import UNIT, Layout, PlainLayout, Scale
+from corolla.kernels.compiler import processor_features
+from corolla.kernels.layouts import E2M1, UNIT, Layout, PlainLayout, Scale
 from corolla.kernels.llvm_text import FLOATS, INTS, LANES, Function
 
 _BYTES: Final = f"<{LANES} x i8>"
 _WORDS: Final = f"<{LANES} x i16>"
 _HALVES: Final = f"<{LANES} x half>"
+_PERMUTE: Final = "llvm.x86.avx512.permvar.sf.512"
+HEAD_OF_PERMUTATIONS: Final = f"declare {FLOATS} @{_PERMUTE}({FLOATS}, {INTS})\n"
+"""The declaration that modules with floats of four bits need where the processor has AVX-512."""
+# Twice the sizes of the floats of four bits, four bits each, the first one lowest.
+_DOUBLED: Final = sum(int(2 * size) << 4 * code for code, size in enumerate(E2M1[:8])) - (1 << 32)
+# The bits of float32: those of 0.5, and the sign.
+_HALF: Final = 0x3F000000
+_SIGN: Final = "splat (i32 -2147483648)"
 
 
 class _Unit:
@@ -44,15 +53,13 @@ class _Unit:
         low = high = ""
         for column in range(UNIT):
             if layout.bits == 8:
-                octets = function.load(_BYTES, self._low, LANES * column)
-                code = "" if layout.is_float else function.let(f"sext {_BYTES} {octets} to {INTS}")
+                number = self._of_octets(function.load(_BYTES, self._low, LANES * column))
             else:
                 if column % 8 == 0:
                     low = function.load(INTS, self._low, 4 * LANES * (column // 8))
                 if layout.high_bits and column % (UNIT // layout.high_bits) == 0:
                     high = function.load(INTS, self._high, 4 * LANES * (column // (UNIT // layout.high_bits)))
-                code = self._code(low, high, column)
-            number = function.let(f"sitofp {INTS} {code} to {FLOATS}") if code else self._of_float(octets)
+                number = self._of_code(low, high, column)
             scale = scales[column // (layout.sub_scale_weights or UNIT)]
             if zeros and not minimum:
                 number = function.let(f"fsub {FLOATS} {number}, {zeros}")
@@ -73,16 +80,49 @@ class _Unit:
         function = self._function
         if stored is Scale.FLOAT32:
             return function.load(FLOATS, self._block, offset)
+        if stored is Scale.E8M0:
+            whole = function.let(f"zext {_BYTES} {function.load(_BYTES, self._block, offset)} to {INTS}")
+            bits, least = function.let(f"shl {INTS} {whole}, splat (i32 23)"), "splat (i32 4194304)"
+            # The least power of two is not a normal float32.
+            is_least = function.let(f"icmp eq {INTS} {bits}, zeroinitializer")
+            bits = function.let(f"select <{LANES} x i1> {is_least}, {INTS} {least}, {INTS} {bits}")
+            return function.let(f"bitcast {INTS} {bits} to {FLOATS}")
         if stored is Scale.FLOAT16:
             return function.let(f"fpext {_HALVES} {function.load(_HALVES, self._block, offset)} to {FLOATS}")
         whole = function.let(f"zext {_WORDS} {function.load(_WORDS, self._block, offset)} to {INTS}")
         return function.let(f"bitcast {INTS} {function.let(f'shl {INTS} {whole}, splat (i32 16)')} to {FLOATS}")
 
-    def _of_float(self, octets: str) -> str:
+    def _of_octets(self, octets: str) -> str:
+        function, layout = self._function, self._layout
+        if layout.is_float:
+            return self._of_float(octets, layout.exponent_bits)
+        return function.let(f"sitofp {INTS} {function.let(f'sext {_BYTES} {octets} to {INTS}')} to {FLOATS}")
+
+    def _of_code(self, low: str, high: str, column: int) -> str:
+        if self._layout.is_float:
+            return self._of_half_octet(low, column)
+        return self._function.let(f"sitofp {INTS} {self._code(low, high, column)} to {FLOATS}")
+
+    def _of_half_octet(self, low: str, column: int) -> str:
+        """Writes the conversion of floats of four bits by a table, which without AVX-512 has twice their sizes."""
+        function, place = self._function, 4 * (column % 8)
+        if processor_features().get("avx512f"):
+            # The instruction looks at the lowest four bits of each code.
+            codes = function.let(f"lshr {INTS} {low}, splat (i32 {place})")
+            table = f"<{', '.join(f'float {number}' for number in E2M1)}>"
+            return function.let(f"call {FLOATS} @{_PERMUTE}({FLOATS} {table}, {INTS} {codes})")
+        turned = f"lshr {INTS} {low}, splat (i32 {place - 2})" if place else f"shl {INTS} {low}, splat (i32 2)"
+        at = function.let(f"and {INTS} {function.let(turned)}, splat (i32 28)")
+        size = function.let(f"and {INTS} {function.let(f'lshr {INTS} splat (i32 {_DOUBLED}), {at}')}, splat (i32 15)")
+        sign = function.let(f"and {INTS} {function.let(f'shl {INTS} {low}, splat (i32 {28 - place})')}, {_SIGN}")
+        half = function.let(f"bitcast {INTS} {function.let(f'or {INTS} {sign}, splat (i32 {_HALF})')} to {FLOATS}")
+        return function.let(f"fmul {FLOATS} {function.let(f'sitofp {INTS} {size} to {FLOATS}')}, {half}")
+
+    def _of_float(self, octets: str, exponent_bits: int) -> str:
         """Writes the conversion of floats: E5M2 is a half's first byte; E4M3 in a half's place is divided by 256."""
         function = self._function
         words = function.let(f"sext {_BYTES} {octets} to {_WORDS}")
-        if self._layout.exponent_bits == 5:
+        if exponent_bits == 5:
             words = function.let(f"shl {_WORDS} {words}, splat (i16 8)")
             halves = function.let(f"bitcast {_WORDS} {words} to {_HALVES}")
             return function.let(f"fpext {_HALVES} {halves} to {FLOATS}")
@@ -102,8 +142,12 @@ class _Unit:
         if not layout.has_sub_scales:
             return [scale]
         base = self._offset(layout.sub_scales_at, LANES * layout.scales_per_unit)
-        subs = [self._signed_bytes(base, LANES * index) for index in range(layout.scales_per_unit)]
-        return [function.let(f"fmul {FLOATS} {scale}, {sub}") for sub in subs]
+        offsets = range(0, LANES * layout.scales_per_unit, LANES)
+        if layout.has_float_sub_scales:
+            subs = [self._of_float(function.load(_BYTES, base, offset), 4) for offset in offsets]
+        else:
+            subs = [self._signed_bytes(base, offset) for offset in offsets]
+        return [function.let(f"{'fdiv' if layout.divides else 'fmul'} {FLOATS} {sub}, {scale}") for sub in subs]
 
     def _minimum(self) -> str:
         layout, function = self._layout, self._function

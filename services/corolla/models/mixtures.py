@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from corolla.kernels.expert_routing import Routing
 from corolla.kernels.kernel_trial import relative_error, try_kernel
 from corolla.models.invariant import TOLERANCES, try_product
-from corolla.models.packed.modules import PackedExperts, PackedExpertWeights, are_usual
+from corolla.models.packed.modules import PackedExperts, PackedExpertWeights, are_usual, have_neighbours
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts
@@ -36,7 +36,7 @@ def multiply_experts(
     Args:
         rows: `[N, in]` or `[pairs, in]` in the model's dtype, on the device of the weights.
         chosen: the pairs.
-        bias: `[experts, out]` in the same dtype; None: there is none, as of packed weights.
+        bias: `[experts, out]` in the same dtype; None: there is none.
 
     Returns:
         `[pairs, out]` in the same dtype.
@@ -44,7 +44,7 @@ def multiply_experts(
     from corolla.kernels.triton import expert_launches
 
     if isinstance(weights, PackedExpertWeights):
-        return weights.multiply(rows, chosen)
+        return weights.multiply(rows, chosen, bias)
     return expert_launches.multiply_experts(rows, weights, chosen, bias)
 
 
@@ -128,7 +128,7 @@ class Mixture:
         is_wide: whether the logits are computed in float32.
         weights_dtype: the dtype to which the weights of a token's experts are rounded.
         gate_up: `[experts, 2 G, H]` in the model's dtype; of the last two dimensions, one is contiguous. Or packed.
-        gate_up_bias: `[experts, 2 G]` in the model's dtype; None: there is none, as of packed weights.
+        gate_up_bias: `[experts, 2 G]` in the model's dtype; None: there is none.
         down: `[experts, H, G]`, likewise.
         down_bias: `[experts, H]`, likewise.
         activation: the activation of the gate.
@@ -162,15 +162,13 @@ class Mixture:
         """The mixture that a family's module computes, judged by the classes of its parts; None: it is another one."""
         router, experts = getattr(module, "gate", getattr(module, "router", None)), getattr(module, "experts", None)
         kind = _ROUTERS.get(type(router).__name__)
-        is_usual = isinstance(experts, PackedExperts) or are_usual(experts)
         if (
             kind is None
-            or not (is_usual or _has_neighbours(experts))
+            or not (isinstance(experts, PackedExperts) or are_usual(experts) or have_neighbours(experts))
             or not {name for name, _ in module.named_children()} <= _PARTS
         ):
             return None
         own = cast(Any, experts)
-        gate_up, down = own.gate_up_proj, own.down_proj
         weight = cast(Any, router).weight.detach()
         return cls(
             router_weight=weight,
@@ -179,19 +177,19 @@ class Mixture:
             correction=getattr(router, _CORRECTION, getattr(module, _CORRECTION, None)),
             is_wide=kind.is_wide,
             weights_dtype=weight.dtype if kind.rounds_weights else torch.float32,
-            gate_up=gate_up if is_usual else gate_up.detach().transpose(1, 2),
+            gate_up=_of_outputs(own, own.gate_up_proj),
             gate_up_bias=getattr(own, "gate_up_proj_bias", None),
-            down=down if is_usual else down.detach().transpose(1, 2),
+            down=_of_outputs(own, own.down_proj),
             down_bias=getattr(own, "down_proj_bias", None),
-            activation=own.act_fn if is_usual else NeighbourGate(own.alpha, own.limit),
+            activation=own.act_fn if hasattr(own, "act_fn") else NeighbourGate(own.alpha, own.limit),
             shared=next((getattr(module, name) for name in _SHARED if hasattr(module, name)), None),
             shared_gate=getattr(module, "shared_expert_gate", None),
         )
 
 
-def _has_neighbours(experts: Any) -> bool:
-    """Returns True for the experts of gpt-oss: gate and up are neighbours, weights are `[experts, in, out]`."""
-    return type(experts).__name__ == "GptOssExperts"
+def _of_outputs(experts: Any, weights: ExpertWeights) -> ExpertWeights:
+    """The weights as `[experts, out, in]`, as packed ones are in any case."""
+    return weights.detach().transpose(1, 2) if isinstance(weights, Tensor) and experts.is_transposed else weights
 
 
 # The product in float64 is computed for about so many outputs only; all weights in float64 may not fit into memory.

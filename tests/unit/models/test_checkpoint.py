@@ -330,8 +330,8 @@ OF_MLX = r"the format of MLX are not served; give the original checkpoint"
         ),
         (config(quantization_config={}), r"has a quantization_config without a quant_method"),
         (
-            written('{"quantization": {"quant_algo": "NVFP4"}}', "hf_quant_config.json"),
-            r"ModelOpt's weights of the type 'NVFP4' are not served",
+            written('{"quantization": {"quant_algo": "W4A8_AWQ"}}', "hf_quant_config.json"),
+            r"ModelOpt's weights of the type 'W4A8_AWQ' are not served",
         ),
         (written('{"group": 128}', "quantize_config.json"), r"has a quantize_config\.json without a quant_method"),
         (config(logit_scale=0.25), r"sets logit_scale, with which a llama model is not computed; correct model_type"),

@@ -183,7 +183,7 @@ def multiply_experts(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def multiply_packed_experts(
-    rows, words, scales, turns, out, pairs, firsts, num_tiles, num_outputs, num_panels, num_blocks,
+    rows, words, scales, turns, bias, out, pairs, firsts, num_tiles, num_outputs, num_panels, num_blocks,
     layout: tl.constexpr, NUM_EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, NUM_SHARING: tl.constexpr,
     COUNT: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -203,6 +203,9 @@ def multiply_packed_experts(
         COUNT, HEIGHT, WIDTH, PRECISION,
     )  # fmt: skip
     output = part * WIDTH + tl.arange(0, WIDTH)
+    if bias is not None:
+        own = bias + expert * num_outputs + output
+        sums += tl.load(own, mask=output < num_outputs, other=0.0).to(tl.float32)[None, :]
     there = out + pair[:, None] * num_outputs + output[None, :]
     tl.store(there, sums.to(out.dtype.element_ty), mask=inside[:, None] & (output < num_outputs)[None, :])
 

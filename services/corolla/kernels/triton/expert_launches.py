@@ -101,7 +101,12 @@ def multiply_experts(rows: Tensor, weights: Tensor, chosen: ChosenExperts, bias:
 
 
 def multiply_packed_experts(
-    layout: Layout, rows: Tensor, panels: Tensor | PanelViews, num_outputs: int, chosen: ChosenExperts
+    layout: Layout,
+    rows: Tensor,
+    panels: Tensor | PanelViews,
+    num_outputs: int,
+    chosen: ChosenExperts,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Does what `multiply_experts` does, with packed weights.
 
@@ -111,6 +116,7 @@ def multiply_packed_experts(
         panels: uint8 `[experts * panels of an expert, blocks, bytes of a block]`, or the views of such panels.
         num_outputs: how many outputs an expert has; its panels may have more.
         chosen: the pairs.
+        bias: `[experts, num_outputs]` in the dtype of the rows; None: there is none.
 
     Returns:
         `[pairs, num_outputs]` in the dtype of the rows.
@@ -134,7 +140,7 @@ def multiply_packed_experts(
     num_tiles = _num_tiles(chosen, tile.height)
     launch(
         product, (num_tiles * -(-num_outputs // tile.width),),
-        rows.contiguous(), views.words, views.scales, views.turns, out, chosen.pairs, chosen.firsts, num_tiles,
+        rows.contiguous(), views.words, views.scales, views.turns, bias, out, chosen.pairs, chosen.firsts, num_tiles,
         num_outputs, num_panels // num_experts, num_blocks,
     )  # fmt: skip
     return out

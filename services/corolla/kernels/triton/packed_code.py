@@ -24,6 +24,8 @@ HIGH_TURNS, BYTE_TURNS = 8, 40
 _ONES = tl.constexpr(44)
 _HIGH = tl.constexpr(HIGH_TURNS)
 _OF_BYTES = tl.constexpr(BYTE_TURNS)
+# E4M3 is this factor times the float32 that ends, exponent and fraction, with its own.
+_OF_E4M3 = tl.constexpr(2.0**120)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -119,12 +121,7 @@ def _weights(
     number = codes.to(tl.float32, bitcast=True)
     PARTS: tl.constexpr = layout.scales_per_unit
     TIMES: tl.constexpr = _UNIT // PARTS
-    scale = tl.load(scales + block // layout.scale.num_bytes + lane).to(tl.float32)
-    if layout.has_sub_scales:
-        part = (tl.arange(0, PARTS) * _LANES)[None, :, None]
-        at = (block + layout.sub_scales_at + unit * (PARTS * _LANES))[:, None, :] + part
-        subs = _bytes(words, turns, at, lane[:, None, :])
-        scale = tl.reshape(subs * scale[:, None, :], (COUNT * PARTS, ROWS))
+    scale = _scales(words, scales, turns, block, unit, lane, layout, COUNT, ROWS)
     if layout.is_float:
         weights = number * _repeated(scale * layout.float_factor, COUNT * PARTS, TIMES, ROWS)
     else:
@@ -148,13 +145,44 @@ def _weights(
 
 
 @triton.jit
+def _scales(
+    words, scales, turns, block, unit, lane, layout: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The scales of COUNT units, or of their parts that have a sub-scale: float32 `[COUNT * parts, ROWS]`."""
+    PARTS: tl.constexpr = layout.scales_per_unit
+    if layout.scale.num_bytes == 1:
+        # The least power of two is not a normal float32.
+        exponents = (_highest_byte(words, turns, block, lane) >> 1) & (0xFF << 23)
+        scale = tl.maximum(exponents, 1 << 22).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + block // layout.scale.num_bytes + lane).to(tl.float32)
+    if layout.has_sub_scales:
+        part = (tl.arange(0, PARTS) * _LANES)[None, :, None]
+        at = (block + layout.sub_scales_at + unit * (PARTS * _LANES))[:, None, :] + part
+        lane, scale = lane[:, None, :], scale[:, None, :]
+        if layout.has_float_sub_scales:
+            floats = (_highest_byte(words, turns, at, lane) >> 4) & (-(1 << 31) | (0x7F << 20))
+            subs = floats.to(tl.float32, bitcast=True) * _OF_E4M3
+        else:
+            subs = _bytes(words, turns, at, lane)
+        scale = tl.div_rn(subs, tl.broadcast_to(scale, subs.shape)) if layout.divides else subs * scale
+        scale = tl.reshape(scale, (COUNT * PARTS, ROWS))
+    return scale
+
+
+@triton.jit
 def _joined_bits(
     words, turns, block, unit, lane, layout: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """The bits of the floats 2^bits + code, for codes of less than 8 bits: int32 `[COUNT * 32, ROWS]`.
 
-    The code is the highest bits of the float's fraction. GPUs convert integers far more slowly.
+    The code is the highest bits of the float's fraction. GPUs convert integers far more slowly. Codes that are floats
+    become floats that are `float_factor` times smaller.
     """
+    if layout.is_float:
+        low = block + layout.low_at + unit * layout.low_bytes
+        codes = _part_of_codes(words, turns, low, lane, 4, 28, 0, _ONES, COUNT, ROWS)
+        return (codes >> (8 - layout.exponent_bits)) & (-(1 << 31) | (0x7 << (20 + layout.exponent_bits)))
     LOWEST: tl.constexpr = 23 - layout.bits
     # A centred code of four bits is stored in two's complement, which has the highest bit the other way.
     FLIPPED: tl.constexpr = (1 << 22) if layout.bits == 4 and layout.is_centred else 0
@@ -182,7 +210,8 @@ def _part_of_codes(
     word = (tl.arange(0, NUM_WORDS) * _LANES)[None, :, None]
     loaded = tl.reshape(tl.load(words + ((start // 4 + lane)[:, None, :] + word)), (COUNT * NUM_WORDS, ROWS))
     by = tl.load(turns + TURNS + tl.arange(0, PER_WORD))[None, :, None]
-    codes = _rotated(loaded[:, None, :], by) & _mask(turns, ONES, ((1 << BITS) - 1) << LOWEST)[None, :, None]
+    MASK: tl.constexpr = (-1 << LOWEST) if LOWEST + BITS == 32 else ((1 << BITS) - 1) << LOWEST
+    codes = _rotated(loaded[:, None, :], by) & _mask(turns, ONES, MASK)[None, :, None]
     return tl.reshape(codes, (COUNT * _UNIT, ROWS))
 
 
@@ -213,8 +242,14 @@ def _octets(
 @triton.jit
 def _bytes(words, turns, start, lane):
     """The signed byte of each row in the 16 bytes from `start` on, as a whole number in float32."""
+    return (_highest_byte(words, turns, start, lane) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _highest_byte(words, turns, start, lane):
+    """An int32 for each row, whose highest byte is the row's of the 16 bytes from `start` on."""
     loaded = tl.load(words + (start // 4 + lane // 4))
-    return (_rotated(loaded, tl.load(turns + _OF_BYTES + lane % 4)) >> 24).to(tl.float32)
+    return _rotated(loaded, tl.load(turns + _OF_BYTES + lane % 4))
 
 
 @triton.jit

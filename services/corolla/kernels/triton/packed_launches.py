@@ -12,7 +12,9 @@ from corolla.kernels.triton import launches, packed_code, pair_code
 from corolla.kernels.triton.launches import precision
 from corolla.kernels.triton.variants import variant
 
-SCALES: Final = {Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32}
+SCALES: Final = {
+    Scale.FLOAT16: torch.float16, Scale.BFLOAT16: torch.bfloat16, Scale.FLOAT32: torch.float32, Scale.E8M0: torch.uint8
+}  # fmt: skip
 """The dtypes of scales."""
 
 
@@ -144,7 +146,7 @@ def candidates(layout: Layout, dtype: torch.dtype) -> tuple[Tile, ...]:
     if dtype == torch.float32:
         return ()
     scales = (Scale.FLOAT16, Scale.BFLOAT16) if dtype == torch.bfloat16 else (Scale.FLOAT16,)
-    is_plain = layout.bits == 4 and not (layout.has_minimum or layout.has_sub_scales)
+    is_plain = layout.bits == 4 and not (layout.is_float or layout.has_minimum or layout.has_sub_scales)
     return CANDIDATES + (PAIRS if is_plain and layout.scale in scales else ())
 
 
@@ -206,8 +208,9 @@ class PanelViews:
 def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
     """The table of `packed_code` and `pair_code`, int32 `[56]`: turns to the left that bring codes to their places.
 
-    Codes become the highest bits of a float32's fraction. There are 8 numbers for the columns of a word of low bits, or
-    4 for the bytes of a word, then 32 for the columns of a word of high bits, then 4 for bytes that become the highest.
+    Codes become the highest bits of a float32's fraction, or of the whole float32 where they are floats. There are 8
+    numbers for the columns of a word of low bits, or 4 for the bytes of a word, then 32 for the columns of a word of
+    high bits, then 4 for bytes that become the highest.
     All bits of the next two numbers are set. Then `pair_code` has a selector of a byte for each column of a word, and
     the turns to the right that bring each half of a word to its lowest bits.
     """
@@ -215,7 +218,7 @@ def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
     high = max(1, bits - 4)
     low = [-8 * byte + (24 if is_float else lowest) for byte in range(4)] + [0] * 4
     if bits < 8:
-        low = [lowest - 4 * column for column in range(8)]
+        low = [(28 if is_float else lowest) - 4 * column for column in range(8)]
     turns = [*low, *(lowest + 4 - high * column for column in range(UNIT)), *(24 - 8 * byte for byte in range(4))]
     with torch.inference_mode(False):
         pairs = [*(0x4440 | column // 2 for column in range(8)), 0, 16]

@@ -22,7 +22,7 @@ from corolla.models.quantized.tensors import PackedWeight, likely_layouts, weigh
 log = logging.getLogger(__name__)
 
 _PACKED_WEIGHT: Final = (PackedWeight, MergedPackedExperts)
-_METHODS: Final = ("awq", "compressed-tensors", "fp8", "gptq")
+_METHODS: Final = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4", "nvfp4")
 
 
 def layouts_of(

@@ -208,10 +208,10 @@ def packable_weights(root: nn.Module) -> dict[str, tuple[int, ...]]:
         is_scaled = isinstance(module, nn.Embedding) and hasattr(module, _SCALE)
         if is_scaled or type(module) in (nn.Linear, nn.Embedding):
             found[f"{path}.weight"] = tuple(cast(nn.Linear, module).weight.shape)
-        elif are_usual(module):
+        elif are_usual(module) or have_neighbours(module):
             shapes = {f"{path}.{name}": tuple(getattr(module, name).shape) for name in EXPERT_WEIGHTS}
             # Each expert's gate, and what is multiplied by it, has panels of its own.
-            if not any(shape[1] % (2 * LANES) for shape in shapes.values()):
+            if not any(_of_outputs(module, shape)[1] % (2 * LANES) for shape in shapes.values()):
                 found |= shapes
     return found
 
@@ -256,7 +256,7 @@ def replace_packed(root: nn.Module, layouts: Mapping[str, Layout], dtype: torch.
                 parent = PackedExperts(parent)
                 root.set_submodule(parent_path, parent)
             delattr(parent, child_name)
-            packed = PackedExpertWeights(cast(tuple[int, int, int], tuple(child.shape)), layout)
+            packed = PackedExpertWeights(_of_outputs(parent, tuple(child.shape)), layout)
         elif isinstance(child, nn.Embedding):
             scale = getattr(child, _SCALE, 1.0)
             packed = PackedEmbedding(child.num_embeddings, child.embedding_dim, layout, dtype, scale)
@@ -300,12 +300,16 @@ def make_up_packed(root: nn.Module) -> None:
     """Fills all packed linear layers and experts with arbitrary weights."""
     for module in root.modules():
         if isinstance(module, PackedLinear | PackedExpertWeights):
-            panels = empty_panels(math.prod(module.shape[:-1]), module.shape[-1], module.layout)
-            module.panels = panels.fill_(_MADE_UP_BYTE)
+            panels = empty_panels(math.prod(module.shape[:-1]), module.shape[-1], module.layout).fill_(_MADE_UP_BYTE)
+            if module.layout.divides:
+                panels[:, :, : module.layout.minima_at].view(torch.float32).fill_(1.0)
+            module.panels = panels
 
 
 EXPERT_WEIGHTS: Final = ("gate_up_proj", "down_proj")
 """The names of experts' weights, `[experts, out, in]`, within their module."""
+# The activation of usual gates, and the numbers of gpt-oss' gate.
+_OF_GATES: Final = ("act_fn", "alpha", "limit")
 # The module of transformers that gives experts their usual gate.
 _LIBRARY: Final = "transformers.integrations.moe"
 
@@ -320,6 +324,17 @@ def are_usual(experts: Any) -> bool:
         and experts.is_concatenated
         and not (experts.is_transposed or experts.has_bias or experts.has_post_expert_norm)
     )
+
+
+def have_neighbours(experts: Any) -> bool:
+    """Returns True for the experts of gpt-oss: gate and up are neighbours, weights are `[experts, in, out]`."""
+    return type(experts).__name__ == "GptOssExperts"
+
+
+def _of_outputs(experts: Any, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """The shape of experts' weights as `[experts, out, in]`."""
+    num_experts, first, second = shape
+    return (num_experts, second, first) if experts.is_transposed else (num_experts, first, second)
 
 
 class PackedExpertWeights(nn.Module):
@@ -368,12 +383,13 @@ class PackedExpertWeights(nn.Module):
 
         return multiply_packed(self.layout, rows, panels, num_outputs)
 
-    def multiply(self, rows: Tensor, chosen: "ChosenExperts") -> Tensor:
+    def multiply(self, rows: Tensor, chosen: "ChosenExperts", bias: Tensor | None = None) -> Tensor:
         """Multiplies the rows of pairs by Triton kernels; see `expert_launches.multiply_experts`.
 
         Args:
             rows: `[N, in]` or `[pairs, in]`, on the device of the weights.
             chosen: the pairs.
+            bias: `[experts, out]` in the same dtype; None: there is none.
 
         Returns:
             `[pairs, out]` in the same dtype.
@@ -382,11 +398,11 @@ class PackedExpertWeights(nn.Module):
         from corolla.kernels.triton.packed_launches import PanelViews
 
         if self.expanded is not None:
-            return multiply_experts(rows, self.expanded, chosen)
+            return multiply_experts(rows, self.expanded, chosen, bias)
         panels = cast(Tensor, self.panels)
         if self._views is None or self._views.panels is not panels:
             self._views = PanelViews.from_panels(panels, self.layout)
-        return multiply_packed_experts(self.layout, rows, self._views, self.shape[1], chosen)
+        return multiply_packed_experts(self.layout, rows, self._views, self.shape[1], chosen, bias)
 
     def expand(self, dtype: torch.dtype) -> None:
         """Replaces the panels by expanded weights in the rows' dtype, on their device."""
@@ -400,15 +416,17 @@ class PackedExpertWeights(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """Computes the same as the usual experts of transformers; some of the weights stay packed.
+    """Computes the same as experts of transformers; some of the weights stay packed.
 
     Args:
-        experts: the experts; `are_usual` is true for them.
+        experts: the experts; `are_usual` or `have_neighbours` is true for them.
 
     Attributes:
-        gate_up_proj: `[experts, 2 G, H]`, a parameter or packed weights.
-        down_proj: `[experts, H, G]`, likewise.
-        act_fn: the activation of the gate.
+        gate_up_proj: a parameter of the experts' own shape, or packed weights, `[experts, 2 G, H]`.
+        gate_up_proj_bias: `[experts, 2 G]`; None: there is none.
+        down_proj: a parameter of the experts' own shape, or packed weights, `[experts, H, G]`.
+        down_proj_bias: `[experts, H]`; None: there is none.
+        is_transposed: whether parameters have inputs before outputs.
     """
 
     gate_up_proj: nn.Parameter | PackedExpertWeights
@@ -416,7 +434,15 @@ class PackedExperts(nn.Module):
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.act_fn = experts.gate_up_proj, experts.down_proj, experts.act_fn
+        self.is_transposed: bool = experts.is_transposed
+        for name in EXPERT_WEIGHTS:
+            setattr(self, name, getattr(experts, name))
+            self.register_parameter(f"{name}_bias", getattr(experts, f"{name}_bias", None))
+        # The family's gate finds here what it reads.
+        self._gate = type(experts)._apply_gate
+        for name in _OF_GATES:
+            if hasattr(experts, name):
+                setattr(self, name, getattr(experts, name))
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the chosen experts of each token, one expert after the other.
@@ -435,13 +461,15 @@ class PackedExperts(nn.Module):
         results = hidden.new_empty(len(pairs), hidden.shape[-1])
         for expert, own in enumerate(torch.split(pairs, counts)):
             if len(own):
-                gate, up = _product(hidden[own // num_chosen], self.gate_up_proj, expert).chunk(2, dim=-1)
-                results[own] = _product(self.act_fn(gate) * up, self.down_proj, expert)
+                gated = self._gate(self, self._product("gate_up_proj", expert, hidden[own // num_chosen]))
+                results[own] = self._product("down_proj", expert, gated)
         weighed = results.view(num_tokens, num_chosen, -1) * weights.unsqueeze(-1)
         return weighed.sum(1).to(hidden.dtype)
 
-
-def _product(rows: Tensor, weights: nn.Parameter | PackedExpertWeights, expert: int) -> Tensor:
-    if isinstance(weights, PackedExpertWeights):
-        return cast(Tensor, weights(expert, rows))
-    return functional.linear(rows, weights[expert])
+    def _product(self, name: str, expert: int, rows: Tensor) -> Tensor:
+        weights, bias = getattr(self, name), getattr(self, f"{name}_bias")
+        if isinstance(weights, PackedExpertWeights):
+            product = cast(Tensor, weights(expert, rows))
+            return product if bias is None else product.add_(bias[expert])
+        weight = weights[expert].T if self.is_transposed else weights[expert]
+        return functional.linear(rows, weight, None if bias is None else bias[expert])

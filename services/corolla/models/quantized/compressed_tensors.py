@@ -10,20 +10,20 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from corolla.kernels.layouts import Layout
+from corolla.kernels.layouts import Layout, SubScale
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.description import Scheme
 from corolla.models.quantized.floats import (
     FLOATS,
     FLOATS_OF_8_BITS,
     SCALES,
-    e2m1,
     layout_of_octets,
     numbers_of_octets,
     scale_numbers,
     spread,
 )
 from corolla.models.quantized.format import Format
+from corolla.models.quantized.fp4 import NVFP4_GROUP, e2m1, fp4_numbers, mxfp4_layout, nvfp4_layout
 from corolla.models.quantized.groups import (
     NUMBERS,
     input_order,
@@ -40,7 +40,7 @@ _ROLES: Final = (
 )  # fmt: skip
 _OCTETS: Final = FLOATS_OF_8_BITS | {"I8"}
 # The schemes of floats of four bits: NVFP4, whose scales have a scale of their own, and MXFP4.
-_NVFP4, _MXFP4 = Scheme(4, group_size=16), Scheme(4, group_size=32)
+_NVFP4, _MXFP4 = Scheme(4, group_size=NVFP4_GROUP), Scheme(4, group_size=32)
 
 
 class CompressedTensors(Format):
@@ -103,7 +103,9 @@ class CompressedTensors(Format):
             # The types of 8 bits have layouts of one size.
             return layout_of_octets("F8_E4M3", None, _columns(octets, num_inputs), num_inputs)
         scheme = next((each for each in self._schemes if each.bits in NUMBERS), None)
-        if "weight_shape" not in roles or scheme is None:
+        if "weight_shape" not in roles:
+            return _four_bit_layout(num_inputs, has_own="weight_global_scale" in roles)
+        if scheme is None:
             raise Unfit("is not of integers of four or eight bits")
         has_zeros = "weight_zero_point" in roles
         return layout_of_groups(scheme.bits, scheme.group_size, num_inputs, has_zeros=has_zeros)
@@ -111,8 +113,11 @@ class CompressedTensors(Format):
     def layout(self, stored: StoredTensors) -> Layout:
         if "weight" in stored:
             return self._layout_of_octets(stored)
-        if "weight_shape" not in stored:
-            raise Unfit("is not of integers of four or eight bits")
+        if stored["weight_packed"].get_dtype() == "U8":
+            own, (_, num_inputs) = stored.get("weight_global_scale"), _four_bit_shape(stored)
+            return _four_bit_layout(
+                num_inputs, stored["weight_scale"][...], None if own is None else own[...], has_own=own is not None
+            )
         shape = _packed_shape(stored)
         schemes = self._packed_schemes(stored["weight_packed"].get_shape()[1], shape[1])
         scheme = self._scheme(stored, shape, schemes)
@@ -150,8 +155,10 @@ class CompressedTensors(Format):
                 tensors["weight"][start:end], of_rows(scale_numbers(tensors["weight_scale"])), layout,
                 None if zeros is None else of_rows(zeros),
             )  # fmt: skip
-        num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         codes = tensors["weight_packed"][start:end]
+        if codes.dtype == torch.uint8:
+            return fp4_numbers(codes, tensors["weight_scale"][start:end], layout, tensors.get("weight_global_scale"))
+        num_outputs, num_inputs = (int(size) for size in tensors["weight_shape"])
         if layout.bits == 4 and order is None and num_inputs % 8 == 0:
             codes = codes[:, : num_inputs // 8]
         else:
@@ -236,6 +243,18 @@ def _four_bit_shape(stored: StoredTensors) -> tuple[int, ...]:
     if "weight_global_scale" in stored:
         expect(stored, "weight_global_scale", FLOATS, (), (1,))
     return num_outputs, 2 * num_octets
+
+
+def _four_bit_layout(
+    num_inputs: int, scales: Tensor | None = None, own: Tensor | None = None, *, has_own: bool
+) -> Layout:
+    """The layout of floats of four bits; `own` is the weight's `weight_global_scale`. Raises Unfit."""
+    kinds = (torch.float8_e4m3fn,) if has_own else (torch.uint8, torch.float8_e8m0fnu)
+    if scales is not None and scales.dtype not in kinds:
+        raise Unfit(f"is of floats of four bits with scales of {scales.dtype}")
+    if not has_own:
+        return mxfp4_layout(num_inputs, scales)
+    return nvfp4_layout(num_inputs, SubScale.E4M3_DIVIDED, scales, own)
 
 
 def _four_bit_scheme(has_global_scale: bool) -> Scheme:

@@ -35,8 +35,11 @@ _COMPRESSED_FORMATS: Final = (
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
-# A float of eight bits, and a scale for the whole weight or for each output.
-_MODELOPT_ALGORITHMS: Final = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+# A float of eight bits, and a scale for the whole weight or for each output; or NVFP4, in some models next to FP8.
+_MODELOPT_ALGORITHMS: Final[Mapping[str, str]] = {
+    "FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4",
+    "MIXED_PRECISION": "nvfp4",
+}  # fmt: skip
 # These keys tell which library wrote a description without `quant_method`. AutoGPTQ's first files have none.
 _TELLING_KEYS: Final = {
     "bitsandbytes": ("load_in_4bit", "load_in_8bit"),
@@ -133,7 +136,7 @@ def _modelopt(stored: Mapping[str, Any]) -> Quantization | None:
     if algorithm is None:
         return None  # only keys and values are quantised, which is not done here
     _one_of(algorithm, _MODELOPT_ALGORITHMS, "ModelOpt's weights of the type")
-    return Quantization("fp8", (Scheme(8),))
+    return Quantization(_MODELOPT_ALGORITHMS[algorithm], (Scheme(8),))
 
 
 def _awq(stored: Mapping[str, Any]) -> Quantization:
@@ -224,6 +227,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Quantization | None]]]
     "fp8": lambda stored: Quantization("fp8", (Scheme(8, block=_block(stored, "weight_block_size")),)),
     "gptq": _gptq,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     "mxfp4": lambda _: Quantization("mxfp4"),
 }
 """Maps a value of `quant_method` to the function that reads such a `quantization_config`."""

@@ -1,8 +1,8 @@
-"""Numbers and scales of four and eight bits, as in the OCP Microscaling Formats, and FP8 checkpoints.
+"""Numbers and scales of eight bits, as in the OCP Microscaling Formats, and FP8 checkpoints.
 
 Floats of eight bits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning") have a scale for the whole weight, for
 each output or, as in DeepSeek's models, each block. Kernels multiply by numbers of eight bits without expanding them;
-see `corolla.kernels.layouts`. All tensors are on one device; `e2m1` needs the CPU.
+see `corolla.kernels.layouts`. All tensors are on one device.
 """
 
 import math
@@ -12,13 +12,10 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from corolla.kernels.layouts import MOST_FLOAT_SCALE, Layout, Number, Scale, group_layout
+from corolla.kernels.layouts import Layout, Number, Scale, group_layout
 from corolla.kernels.repacking import Numbers
 from corolla.models.quantized.format import Format
 from corolla.models.quantized.stored_tensors import StoredTensors, Unfit, allow, expect, shape_of
-
-# E2M1: a bit for the sign, two for the exponent, one for the mantissa.
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 FLOATS: Final = frozenset({"F16", "BF16", "F32", "F64"})
 """Types of ordinary weights and scales, by safetensors' names."""
@@ -30,12 +27,6 @@ SCALES: Final = FLOATS | FLOATS_OF_8_BITS | {"F8_E8M0", "U8"}
 def nibbles(octets: Tensor) -> Tensor:
     """Splits the bytes `octets`, uint8 `[..., N]`, into halves, uint8 `[..., 2 N]`, the lower four bits first."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
-
-
-def e2m1(octets: Tensor) -> Tensor:
-    """Expands `octets` of two E2M1 numbers each, uint8 `[..., N]`, to float32 `[..., 2 N]`."""
-    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
-    return table[nibbles(octets).int()]
 
 
 def scale_numbers(scales: Tensor) -> Tensor:
@@ -69,8 +60,13 @@ def layout_of_octets(
     layout = group_layout(math.gcd(columns, num_inputs), Scale.FLOAT32, number=_NUMBERS[dtype], has_zeros=has_zeros)
     if layout is None:
         raise Unfit(f"has groups of {columns} of {num_inputs} inputs")
-    if layout.is_float and scales is not None and not bool((scales.abs() < MOST_FLOAT_SCALE).all()):
-        raise Unfit(f"has a scale that is not below {MOST_FLOAT_SCALE:.0f}")
+    return with_scales(layout, scales)
+
+
+def with_scales(layout: Layout, scales: Tensor | None) -> Layout:
+    """A layout, if kernels can multiply by floats with these scales, float32 of any shape; None: they are not known."""
+    if layout.is_float and scales is not None and not bool((scales.abs() < layout.most_scale).all()):
+        raise Unfit(f"has a scale that is not below {layout.most_scale:.0f}")
     return layout
 
 

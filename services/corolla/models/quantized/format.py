@@ -65,6 +65,11 @@ class Format(abc.ABC):
         """
         raise Unfit("has a format that no kernel can multiply")
 
+    def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """How many rows and columns the panels of a weight of this shape have."""
+        num_rows, num_columns = shape
+        return num_rows, num_columns
+
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The input of each column of the packed weight, int32 `[in]`; None where columns are in the inputs' order.
 

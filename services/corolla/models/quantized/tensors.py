@@ -2,15 +2,13 @@
 
 So a server holds its expanded span, one weight's packed parts, and some megabytes. Weights of some formats can instead
 be laid out as panels, by which kernels multiply without expanding them.
-
-MXFP4 (OCP Microscaling Formats) is the format of gpt-oss' experts: 32 numbers of four bits share a power of two.
 """
 
 import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,32 +19,11 @@ from corolla.kernels.repacking import Numbers, Panels, repack_numbers
 from corolla.models.quantized.bitsandbytes import BitsAndBytes
 from corolla.models.quantized.compressed_tensors import CompressedTensors
 from corolla.models.quantized.description import DESCRIPTION_FILES, Quantization
-from corolla.models.quantized.floats import FLOATS, Fp8, e2m1, scale_numbers
+from corolla.models.quantized.floats import FLOATS, Fp8
 from corolla.models.quantized.format import Format
+from corolla.models.quantized.fp4 import Mxfp4, Nvfp4
 from corolla.models.quantized.groups import Awq, Gptq
-from corolla.models.quantized.stored_tensors import Stored, StoredTensors, Unfit, allow, expect, grouped, shape_of
-
-_OCTETS: Final = 16
-
-
-class Mxfp4(Format):
-    """MXFP4 stores experts as `blocks` uint8 `[experts, out, groups, 16]`, `scales` uint8 `[experts, out, groups]`."""
-
-    endings: ClassVar[Mapping[str, str]] = {"_blocks": "", "_scales": ""}
-
-    def shape(self, stored: StoredTensors) -> tuple[int, ...]:
-        """The shape in the family's own code, `[experts, in, out]`. Raises Unfit."""
-        allow(stored, "blocks", "scales")
-        num_experts, num_outputs, num_groups, _ = shape = shape_of(stored, "blocks", {"U8"}, 4)
-        expect(stored, "blocks", {"U8"}, (*shape[:3], _OCTETS))
-        expect(stored, "scales", {"U8"}, shape[:3])
-        return num_experts, num_groups * 2 * _OCTETS, num_outputs
-
-    def rows(self, tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
-        """The weights of some experts, float32 `[end - start, in, out]`. See `Format.rows`."""
-        scales = scale_numbers(tensors["scales"][start:end])
-        return e2m1(tensors["blocks"][start:end]).mul_(scales.unsqueeze(-1)).flatten(2).transpose(1, 2)
-
+from corolla.models.quantized.stored_tensors import Stored, StoredTensors, Unfit, grouped
 
 NUMBERS_AT_ONCE: Final = 1 << 18
 """How many numbers are expanded at once, first to float32; so many stay in a CPU's caches."""
@@ -65,6 +42,7 @@ FORMATS: Final[Mapping[str, Callable[[Quantization], Format]]] = {
     "fp8": Fp8,
     "gptq": Gptq,
     "mxfp4": Mxfp4,
+    "nvfp4": Nvfp4,
 }
 """The formats by `Quantization.method`."""
 
@@ -87,10 +65,13 @@ class PackedWeight:
         self._stored = stored
         self.dtype = dtype
         self._lock = lock
+        self._layout: Layout | None = None
 
     def layout(self) -> Layout:
         """See `Format.layout`. Raises Unfit."""
-        return self._format.layout(self._stored)
+        if self._layout is None:
+            self._layout = self._format.layout(self._stored)
+        return self._layout
 
     def panels(self, device: torch.device | None = None) -> Panels:
         """The weight's panels in its `layout`, made and kept on the device; None: the CPU. Raises Unfit."""
@@ -104,7 +85,7 @@ class PackedWeight:
         def read(start: int, end: int) -> Numbers:
             return self._format.numbers(tensors, start, end, layout, order)
 
-        return Panels(repack_numbers(read, self.shape[0], self.shape[1], layout, device), order)
+        return Panels(repack_numbers(read, *self._format.matrix(self.shape), layout, device), order)
 
     @property
     def has_order(self) -> bool:

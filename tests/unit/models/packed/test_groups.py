@@ -15,15 +15,24 @@ from torch import Tensor
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.base import RowWork
 from corolla.compute.span_runner import SpanRunner
-from corolla.kernels.layouts import Number, Scale, group_layout
+from corolla.kernels import weights_source
+from corolla.kernels.layouts import Layout, Number, Scale, SubScale, group_layout
 from corolla.kernels.products import NARROW, WIDE, Kernel, kernel_of
 from corolla.kernels.repacking import Numbers, repack_numbers, unpack
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import head_bytes, load_edges
-from corolla.models.packed.modules import EXPERT_WEIGHTS, PackedExperts, PackedExpertWeights, PackedLinear, are_usual
+from corolla.models.packed.modules import (
+    EXPERT_WEIGHTS,
+    PackedExperts,
+    PackedExpertWeights,
+    PackedLinear,
+    are_usual,
+    have_neighbours,
+)
 from corolla.models.quantized.description import quantization_of
-from corolla.models.quantized.floats import layout_of_octets, numbers_of_octets
+from corolla.models.quantized.floats import layout_of_octets, numbers_of_octets, scale_numbers
+from corolla.models.quantized.fp4 import e2m1, fp4_numbers, mxfp4_layout, nvfp4_layout
 from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span, make_span, weight_types
@@ -37,6 +46,8 @@ from tests.quantized_checkpoints import (
     fp8_of_outputs,
     gptq,
     make_packed_checkpoint,
+    mxfp4,
+    nvfp4,
 )  # fmt: skip
 from tests.tiers import quick
 
@@ -51,6 +62,13 @@ LAYOUTS = {
         (128, Scale.FLOAT16, True, Number.INT8), (32, Scale.FLOAT32, True, Number.INT8),
     )
     if (layout := group_layout(block, scale, has_zeros=has_zeros, number=number)) is not None
+}  # fmt: skip
+LAYOUTS |= {
+    layout.name: layout
+    for layout in (
+        mxfp4_layout(NUM_COLUMNS), nvfp4_layout(NUM_COLUMNS, SubScale.E4M3),
+        nvfp4_layout(NUM_COLUMNS // 4, SubScale.E4M3_DIVIDED),
+    )
 }  # fmt: skip
 WHOLE = Span(0, 4)
 SPLITS = ([WHOLE], [Span(0, 2), Span(2, 4)], [Span(0, 1), Span(1, 3), Span(3, 4)])
@@ -74,7 +92,7 @@ KEPT: dict[str, Callable[[], Made]] = {
         name: FORMATS[name]
         for name in (
             "fp8-blocks", "fp8-blocks-bf16-scales", "fp8-one-scale", "fp8-outputs", "ct-fp8-outputs",
-            "ct-fp8-one-scale", "ct-mxfp8", "w8a8", "w8a8-asymmetric", "w8a16",
+            "ct-fp8-one-scale", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4", "nvfp4", "w8a8", "w8a8-asymmetric", "w8a16",
         )
     },
 }  # fmt: skip
@@ -93,11 +111,24 @@ def broken_groups() -> Made:
     return Made(made.config, pack)
 
 
+def large_scale(own: float = 1.0) -> Made:
+    """NVFP4 with another scale of its scales, which are up to 448."""
+    made = nvfp4()
+
+    def pack(weight: Tensor) -> Packed:
+        assert made.pack is not None
+        parts, expected = made.pack(weight)
+        return {**parts, "weight_scale_2": torch.tensor(own)}, expected
+
+    return Made(made.config, pack)
+
+
 EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
     "three bits": (FORMATS["gptq-3-bits"], "has 3 bits"),
     "short groups": (partial(awq, 16), "has groups of 16 of 384 inputs"),
     "broken groups": (broken_groups, "has groups that are not all of 96 inputs"),
-    "floats": (FORMATS["ct-mxfp4"], "is not of integers of four or eight bits"),
+    "a large scale": (large_scale, "has a scale that is not below 4"),
+    "a scale that is no number": (partial(large_scale, torch.nan), "has a scale that is not below 4"),
     "floats in short blocks": (FORMATS["ct-fp8-blocks"], "has groups of 40 of 384 inputs"),
 }
 
@@ -105,6 +136,8 @@ EXPANDED: dict[str, tuple[Callable[[], Made], str]] = {
 def random_numbers(name: str, num_rows: int) -> tuple[Tensor, Tensor]:
     """Panels, and the numbers that they stand for: an integer less a zero point, times a scale, rounded once."""
     layout = LAYOUTS[name]
+    if layout.is_float:
+        return random_floats(layout, num_rows)
     generator = torch.Generator().manual_seed(0)
     shape = (num_rows, NUM_COLUMNS // layout.block_weights)
     codes = torch.randint(0, 1 << layout.bits, (num_rows, NUM_COLUMNS), generator=generator).to(torch.uint8)
@@ -122,12 +155,30 @@ def random_numbers(name: str, num_rows: int) -> tuple[Tensor, Tensor]:
     return repack_numbers(read, num_rows, NUM_COLUMNS, layout), weights
 
 
+def random_floats(layout: Layout, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Panels, and the numbers that they stand for, with the smallest and the largest scales."""
+    generator = torch.Generator().manual_seed(0)
+    octets = torch.randint(0, 256, (num_rows, NUM_COLUMNS // 2), generator=generator).to(torch.uint8)
+    most, group, own = 129, 32, None
+    if layout.has_sub_scales:
+        most, group, own = 0x7F, 16, torch.tensor([115.7 if layout.divides else 0.0087])
+    scales = torch.randint(0, most, (num_rows, NUM_COLUMNS // group), generator=generator).to(torch.uint8)
+    panels = repack_numbers(
+        lambda start, end: fp4_numbers(octets[start:end], scales[start:end], layout, own), num_rows, NUM_COLUMNS, layout
+    )
+    factors = scale_numbers(scales)
+    if own is not None:
+        factors = scales.view(torch.float8_e4m3fn).float()
+        factors = factors / own if layout.divides else factors * own
+    return panels, e2m1(octets) * factors.repeat_interleave(group, 1)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_bit_of_a_weight_is_that_of_its_integer_zero_point_and_scale(name: str) -> None:
     panels, weights = random_numbers(name, 100)
     row_ids = torch.randperm(100, generator=torch.Generator().manual_seed(1))
     assert torch.equal(kernel_of(LAYOUTS[name]).expand(row_ids, panels, NUM_COLUMNS), weights[row_ids])
-    assert len(LAYOUTS) == 8
+    assert len(LAYOUTS) == 11
     offsets = (LAYOUTS[name].minima_at, LAYOUTS[name].low_at, LAYOUTS[name].block_bytes)
     assert not any(offset % 16 for offset in offsets)
 
@@ -153,6 +204,13 @@ def test_the_small_tiles_of_other_processors_give_the_same_bits() -> None:
     expected = kernel_of(LAYOUTS[name]).multiply(rows, panels)
     for tilings in (WIDE, NARROW):
         assert torch.equal(Kernel(LAYOUTS[name], tilings=tilings).multiply(rows, panels), expected)
+
+
+def test_processors_without_a_table_of_floats_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = mxfp4_layout(NUM_COLUMNS)
+    panels, weights = random_numbers(layout.name, 40)
+    monkeypatch.setattr(weights_source, "processor_features", dict)
+    assert torch.equal(Kernel(layout, tilings=NARROW).expand(torch.arange(40), panels, NUM_COLUMNS), weights)
 
 
 @contextlib.contextmanager
@@ -257,7 +315,13 @@ def test_a_packed_chain_equals_itself_unsplit_and_the_expanded_one_up_to_roundin
 @pytest.mark.parametrize(
     "case",
     quick(
-        [("awq", "qwen3_moe"), ("gptq", "mixtral"), ("w4a16", "mixtral"), ("fp8-blocks", "qwen3_moe")],
+        [
+            ("awq", "qwen3_moe"),
+            ("gptq", "mixtral"),
+            ("w4a16", "mixtral"),
+            ("fp8-blocks", "qwen3_moe"),
+            ("nvfp4", "qwen3_moe"),
+        ],
         ("awq", "qwen3_moe"),
     ),
 )
@@ -278,6 +342,27 @@ def test_experts_stay_packed_and_have_the_numbers_of_expanded_ones(tmp_path: Pat
     torch.testing.assert_close(unsplit, logits(expanded, [WHOLE], "none"), rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(packed, SPLITS[1], "packed"), unsplit)
     assert weight_types(packed, "packed")[1] == []
+
+
+@pytest.mark.kind
+def test_the_experts_of_gpt_oss_stay_packed(tmp_path: Path) -> None:
+    packed, expanded = (
+        Checkpoint.from_pretrained(str(folder)) for folder in make_packed_checkpoint("gpt_oss", tmp_path, mxfp4())
+    )
+    model = load_span(packed, WHOLE, dtype=torch.float32, quantization="packed")
+    held = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    plain: list[Any] = list(filter(have_neighbours, load_span(expanded, WHOLE, dtype=torch.float32).modules()))
+    for experts, reference in zip(held, plain, strict=True):
+        for attribute in EXPERT_WEIGHTS:
+            weights, expected = getattr(experts, attribute), getattr(reference, attribute).data.transpose(1, 2)
+            found = torch.stack([weights.matrix(expert, torch.float32) for expert in range(len(expected))])
+            assert torch.equal(found, expected)
+            # A number takes four bits, and 32 numbers have a scale of eight, in memory as in the file.
+            assert weights.panels.nbytes * 8 == expected.numel() * (4 + 8 / 32)
+    unsplit = logits(packed, [WHOLE], "packed")
+    torch.testing.assert_close(unsplit, logits(expanded, [WHOLE], "none"), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(packed, SPLITS[1], "packed"), unsplit)
+    assert weight_types(packed, "packed") == (["mxfp4"], [])
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "w4a16"])

@@ -1,5 +1,6 @@
 """Damaged and hostile packed weights are refused before memory is taken; whatever is not refused is still a weight."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -14,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from corolla.chassis.errors import CheckpointError
+from corolla.kernels.repacking import unpack
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import open_tensors
 from corolla.models.edges import load_edges
-from corolla.models.quantized.description import METHODS, quantization_of
+from corolla.models.quantized import tensors
+from corolla.models.quantized.description import quantization_of
+from corolla.models.quantized.stored_tensors import Unfit
 from corolla.models.quantized.tensors import PackedWeight, packed_weights
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -49,6 +53,15 @@ def parts_of(name: str) -> tuple[Mapping[str, Any], Parts]:
 ALL = {name: parts_of(name) for name in (*FORMATS, "mxfp4")}
 
 
+def assert_kept_as_expanded(weight: PackedWeight, expanded: Tensor) -> None:
+    """What kernels take as it is has the numbers of what is expanded, all of them finite. Raises Unfit."""
+    layout = weight.layout()
+    if layout.bits == 4 and layout.is_float:
+        rows = (expanded.mT if expanded.dim() == 3 else expanded).flatten(0, -2)
+        assert torch.equal(unpack(weight.panels().panels, layout, len(rows)), rows)
+        assert bool(rows.isfinite().all())
+
+
 def opened_and_read(folder: Path, config: Mapping[str, Any], parts: Parts) -> bool:
     """Whether a file of these parts is refused; else what it holds is no more than its bytes bear out, and is read."""
     path = folder / "model.safetensors"
@@ -63,7 +76,10 @@ def opened_and_read(folder: Path, config: Mapping[str, Any], parts: Parts) -> bo
         for weight in weights.values():
             if isinstance(weight, PackedWeight):
                 assert math.prod(weight.shape) <= MOST_NUMBERS_OF_A_BYTE * path.stat().st_size
-                assert weight[...].shape == weight.shape
+                expanded = weight[...]
+                assert expanded.shape == weight.shape
+                with contextlib.suppress(Unfit):
+                    assert_kept_as_expanded(weight, expanded)
     return False
 
 
@@ -137,7 +153,7 @@ def test_whatever_a_configuration_says_it_is_read_or_refused(name: str, data: st
         quantization = quantization_of({"quantization_config": config})
     except CheckpointError:
         return
-    assert quantization is None or quantization.method in METHODS
+    assert quantization is None or quantization.method in tensors.FORMATS
 
 
 # --- whole checkpoints, each damaged in one way
@@ -231,6 +247,12 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
         ("w4a16", say(format="marlin-24"), "format 'marlin-24' are not served; give"),
         ("w4a16", say(config_groups={}), "fit none of the schemes"),
         ("w8a8", change_part("weight_scale", lose), "is stored as I8 without its scales"),
+        ("nvfp4", change_part("weight_scale", lose), "has no weight_scale; give"),
+        ("nvfp4", change_part("weight_scale_2", lose), "weight of the type U8; give"),
+        ("nvfp4", change_part("weight_scale_2", lambda part: part.expand(3)), r"weight_scale_2 of the shape \[3\]"),
+        ("nvfp4", change_part("weight_scale", lambda part: part[:, :-1]), "does not fit its other parts"),
+        ("nvfp4", change_part("weight", lambda part: part[:, :-1]), "which groups of 16 do not divide"),
+        ("nvfp4", say(quant_algo="NVFP4_AWQ"), "ModelOpt's weights of the type 'NVFP4_AWQ' are not served; give"),
         ("bnb-nf4", change_part(NF4_STATE, lose), "has no quant_state"),
         ("bnb-nf4", change_part(NF4_STATE, state_of(shape=[1 << 30, 1 << 30])), "as many bytes as another shape"),
         ("bnb-nf4", change_part(NF4_STATE, state_of(blocksize=0)), "quant_state that makes no sense"),
