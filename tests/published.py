@@ -34,6 +34,7 @@ from corolla.models.span_model import load_span
 from corolla.models.tokenizer import load_tokenizer
 from corolla.models.wrappers import ALIASES
 from corolla.wire.span import Span
+from tests.bailing import bailing_logits, write_bailing
 from tests.checkpoints import SHAPE, VOCAB_SIZE, YARN, draw_weights, made_from, make_tokenizer, tiny_config
 from tests.quantized_checkpoints import FORMATS, INDEX, edit_config, mxfp4, pack_checkpoint
 from tests.vocabularies import tekken_folder, tiktoken_folder
@@ -82,6 +83,7 @@ class Published:
         plain: parts of the names of modules that the publisher left plain.
         vocabulary: writes the file that the publisher gives in place of a `tokenizer.json`.
         rewrite: writes a checkpoint that transformers saved in the published form, which its class does not read.
+        logits: the publisher's code, if transformers has none: the next token's logits for a checkpoint and token ids.
         change: changes the folder after it was saved, where the published files differ from what transformers saves.
     """
 
@@ -96,6 +98,7 @@ class Published:
     vocabulary: Callable[[Path], Path] | None = None
     change: Callable[[Path], None] | None = None
     rewrite: Callable[[Path, Path], None] | None = None
+    logits: Callable[[Path, list[int]], Tensor] | None = None
     outer: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -419,7 +422,11 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "MiMo-V2-Flash", "mimo_v2_flash", text={"num_key_value_heads": 2, "v_head_dim": 16}, weights="FP8",
         made="fp8-blocks", plain=("o_proj",), change=_single_experts,
     ),
-    Published("Ling-1T", "", "bailing_moe_v2"),
+    Published(
+        "Ling-1T", "glm4_moe", "bailing_moe_v2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.25}},
+        rewrite=write_bailing, logits=bailing_logits,
+    ),
     Published("Hunyuan-A13B", "hunyuan_v1_moe"),
 )  # fmt: skip
 
@@ -512,7 +519,12 @@ class Row:
             published.change(self.folder)
 
     def unsplit(self) -> list[int]:
-        """What transformers answers to the prompt."""
+        """What transformers, or the publisher's code, answers to the prompt."""
+        if self.published.logits is not None:
+            tokens = self.prompt
+            for _ in range(NUM_NEW_TOKENS):
+                tokens = [*tokens, int(self.published.logits(self.folder, tokens).argmax())]
+            return tokens[NUM_PROMPT_TOKENS:]
         with LOADING:
             model = self._library.from_pretrained(self._expanded, dtype=torch.float32).eval()
         prompt = torch.tensor([self.prompt])

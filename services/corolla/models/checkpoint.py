@@ -50,7 +50,7 @@ from corolla.models.weights import (
     read_header,
     sample_bytes,
 )
-from corolla.models.wrappers import TextModel, other_part, text_names
+from corolla.models.wrappers import TextModel, joined_rows, other_part, split_names, text_names
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ class Checkpoint:
         unread: the parts of the model next to its language model, such as a vision tower, which are not read.
         has_transposed_experts: whether files may hold the matrices of experts transposed.
         is_mistral_format: whether names and rows of tensors are those of Mistral's own format.
+        joins_queries: whether files have queries, keys and values in one tensor, by the names of `bailing_moe_v2`.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Checkpoint:
     unread: tuple[str, ...] = ()
     has_transposed_experts: bool = False
     is_mistral_format: bool = False
+    joins_queries: bool = False
 
     @classmethod
     def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
@@ -198,6 +200,7 @@ class Checkpoint:
             name, folder, config, family, index, snapshot,
             quantization=quantization, unread=unread,
             has_transposed_experts=text.has_transposed_experts, is_mistral_format=_is_mistral_format(folder),
+            joins_queries=text.joins_queries,
         )  # fmt: skip
         if unread:
             log.info("serving the language model alone", extra={"model": name, "unread": ", ".join(unread)})
@@ -222,6 +225,8 @@ class Checkpoint:
     @functools.cached_property
     def names(self) -> Mapping[str, str]:
         """Maps each tensor's name in the language model to the stored one, which may have a wrapper's prefix."""
+        if self.joins_queries:
+            return split_names(self.weight_index)
         found = (model_names if self.is_mistral_format else text_names)(self.weight_index)
         if (prefix := self.family.stored_prefix) is None:
             return found
@@ -297,7 +302,7 @@ class Checkpoint:
     def _num_weights(self, block: int) -> int:
         if self.gguf is not None:
             return self.gguf.num_block_weights(block)
-        names = [name for of_block, name in self._block_tensors() if of_block == block]
+        names = {name for of_block, name in self._block_tensors() if of_block == block}
         if self.quantization is not None:
             with self.open_tensors({name: name for name in names}) as tensors:
                 shapes = [getattr(tensor, "shape", None) or tensor.get_shape() for tensor in tensors.values()]
@@ -390,6 +395,8 @@ class Checkpoint:
             for name, stored in names.items():
                 if self._is_transposed(stored, tensors[name].get_shape()):
                     tensors[name] = Transposed(tensors[name])
+                elif self.joins_queries and (rows := self._rows_of(name, stored)) is not None:
+                    tensors[name] = tensors[name].rows(*rows)
                 elif self.is_mistral_format and is_rotated(stored):
                     tensors[name] = HalvesOfPairs(tensors[name], int(self.config.head_dim))
             if self.quantization is not None:
@@ -401,6 +408,10 @@ class Checkpoint:
 
                 refuse_packed(tensors)
             yield tensors
+
+    def _rows_of(self, name: str, stored: str) -> tuple[int, int] | None:
+        config: Any = self.config
+        return joined_rows(name, stored, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
     def fingerprint(self, dtype: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> str:
         """Identifies what a server computes: two servers with the same fingerprint may share a chain.
@@ -497,6 +508,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.folder} holds packed weights ({packed}), and neither a quantization_config of its config.json "
                 f"nor {', '.join(DESCRIPTION_FILES)} says how to read them; take a revision that has one."
+            )
+        if self.quantization is not None and self.joins_queries:
+            raise CheckpointError(
+                f"{self.folder} holds quantised weights, of which queries, keys and values are one; give the original "
+                "checkpoint."
             )
         if self.quantization is not None and self.has_tied_edges:
             # A quantised head and the embedding have different numbers, and nothing says which of them are right.

@@ -145,6 +145,10 @@ class StoredMatrix:
         row_bytes = num_bytes // shape[0]
         return self._read(start * row_bytes, (end - start) * row_bytes, new_room).view(end - start, *shape[1:])
 
+    def rows(self, start: int, end: int) -> "StoredMatrix":
+        """Some of its rows as a tensor."""
+        return StoredMatrix(self._file, self._stored.rows(start, end))
+
     @property
     def is_plain(self) -> bool:
         """True if the file holds the numbers of a matrix as a model does, row after row."""

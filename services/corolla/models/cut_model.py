@@ -126,7 +126,7 @@ def refuse_absurd(checkpoint: Checkpoint, model: nn.Module, names: Mapping[str, 
         CheckpointError: a tensor has another shape, or the model has far more numbers than there are bytes for.
     """
     wanted, stored = model.state_dict(), checkpoint.stored(names.values())
-    if checkpoint.quantization is None:
+    if checkpoint.quantization is None and not checkpoint.joins_queries:
         for name, given in names.items():
             own = stored[given].shape if name in wanted and given in stored else ()
             if own and own != tuple(wanted[name].shape):

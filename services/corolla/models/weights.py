@@ -42,6 +42,14 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
+    def rows(self, start: int, end: int) -> "StoredTensor":
+        """Some of the first dimension; all of it if it has fewer."""
+        count = self.shape[0] if self.shape else 1
+        start, end = min(start, count), min(end, count)
+        row_bytes = self.num_bytes // max(1, count)
+        shape = (end - start, *self.shape[1:])
+        return StoredTensor(self.dtype, shape, self.offset + start * row_bytes, (end - start) * row_bytes)
+
     def transposed(self) -> "StoredTensor":
         """The same bytes with the last two dimensions exchanged."""
         *outer, rows, columns = self.shape

@@ -15,6 +15,7 @@ from corolla.chassis.errors import CheckpointError
 from corolla.models.families import FAMILIES
 
 ALIASES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bailing_moe_v2": {"model_type": "glm4_moe", "use_qk_norm": True},
     "glm4v_moe_text": {"model_type": "glm4_moe", "use_qk_norm": False},
     "kimi_k2": {"model_type": "deepseek_v3"},
     "qwen2_5_vl": {"model_type": "qwen2"},
@@ -24,8 +25,31 @@ ALIASES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Model types whose texts another family's code computes, bit for bit, with that family's settings.
 
-Files of `qwen2_5_vl` may have the settings of the language model in no table of their own.
+Files of `qwen2_5_vl` may have the settings of the language model in no table of their own. transformers has no class
+for `bailing_moe_v2`; its publisher's code computes the same.
 """
+
+# Settings by the names of these types, and by the names of their families.
+_RENAMED: Final[Mapping[str, Mapping[str, str]]] = {
+    "bailing_moe_v2": {
+        "num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts", "use_qkv_bias": "attention_bias",
+    },
+}  # fmt: skip
+# What settings of these types must be for the family's code to compute the same.
+_REQUIRED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bailing_moe_v2": {"score_function": "sigmoid", "use_bias": False, "use_qk_norm": True},
+}
+# Parts of names in the files of `bailing_moe_v2`.
+_BAILING_PARTS: Final = {
+    "model.word_embeddings.": "model.embed_tokens.",
+    ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.key_layernorm.": ".self_attn.k_norm.",
+    ".attention.query_layernorm.": ".self_attn.q_norm.",
+    ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+}
+# Its files have queries, keys and values as the rows of one tensor.
+_JOINED: Final = ".attention.query_key_value."
+_JOINED_PARTS: Final = ("q_proj", "k_proj", "v_proj")
 
 # These types' files hold the matrices of experts transposed, as transformers' conversion table says.
 _TRANSPOSED: Final = frozenset({"qwen3_vl_moe_text"})
@@ -89,9 +113,22 @@ class TextModel:
         """Files may hold the matrices of experts transposed."""
         return self.model_type in _TRANSPOSED
 
+    @property
+    def joins_queries(self) -> bool:
+        """Files have queries, keys and values in one tensor; see `split_names`."""
+        return self.model_type == "bailing_moe_v2"
+
     def family_settings(self) -> dict[str, Any]:
-        """The settings by the names and defaults of the family."""
-        settings = dict(self.settings)
+        """The settings by the names and defaults of the family.
+
+        Raises:
+            CheckpointError: the family's code would compute something else.
+        """
+        for name, value in _REQUIRED.get(self.model_type, {}).items():
+            if self.settings.get(name, value) != value:
+                raise CheckpointError(f"models of type {self.model_type!r} are served only with {name}={value}")
+        renamed = _RENAMED.get(self.model_type, {})
+        settings = {renamed.get(name, name): value for name, value in self.settings.items()}
         if self.family != self.model_type and self.model_type in CONFIG_MAPPING:
             own: Any = CONFIG_MAPPING[self.model_type].from_dict(settings)
             shared = {name: settings[name] for name in _SHARED if settings.get(name) is not None}
@@ -135,6 +172,27 @@ def text_names(stored: Iterable[str]) -> dict[str, str]:
             )
         names[name] = each
     return names
+
+
+def split_names(stored: Iterable[str]) -> dict[str, str]:
+    """Maps the names of glm4_moe's tensors to those in files of `bailing_moe_v2`; three of them may be one."""
+    names: dict[str, str] = {}
+    for each in stored:
+        name = each
+        for old, new in _BAILING_PARTS.items():
+            name = name.replace(old, new)
+        parts = _JOINED_PARTS if _JOINED in name else ("",)
+        names |= {name.replace(_JOINED, f".self_attn.{part}."): each for part in parts}
+    return names
+
+
+def joined_rows(name: str, stored: str, num_heads: int, num_key_heads: int, head_size: int) -> tuple[int, int] | None:
+    """The rows of a stored tensor that are the one of this name; None: the stored tensor is that one alone."""
+    part = next((index for index, each in enumerate(_JOINED_PARTS) if f".{each}." in name), None)
+    if part is None or _JOINED not in stored:
+        return None
+    ends = [num_heads, num_heads + num_key_heads, num_heads + 2 * num_key_heads]
+    return (ends[part - 1] if part else 0) * head_size, ends[part] * head_size
 
 
 def other_part(stored: str) -> str | None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.wrappers import TextModel, other_part, text_name, text_names
+from corolla.models.wrappers import TextModel, joined_rows, other_part, split_names, text_name, text_names
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,20 @@ def test_prefixes_of_wrappers_are_taken_off(stored: str, name: str) -> None:
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"two tensors for model\.norm\.weight: model\.norm\.weight and thinker"):
         text_names(["model.norm.weight", "thinker.model.norm.weight"])
+
+
+def test_rows_of_one_tensor_are_queries_keys_and_values() -> None:
+    stored = "model.layers.3.attention.query_key_value.weight"
+    names = split_names([stored, "model.layers.3.mlp.gate.expert_bias"])
+    assert names.pop("model.layers.3.mlp.gate.e_score_correction_bias") == "model.layers.3.mlp.gate.expert_bias"
+    rows = {name.split(".")[4]: joined_rows(name, each, 4, 2, 16) for name, each in names.items()}
+    assert rows == {"q_proj": (0, 64), "k_proj": (64, 96), "v_proj": (96, 128)}
+    assert joined_rows("lm_head.weight", "lm_head.weight", 4, 2, 16) is None
+
+
+def test_a_router_that_the_familys_code_does_not_have_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="served only with score_function=sigmoid"):
+        TextModel({"model_type": "bailing_moe_v2", "score_function": "softmax"}).family_settings()
 
 
 def test_parts_that_see_or_hear_are_known() -> None:
