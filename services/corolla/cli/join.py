@@ -191,5 +191,5 @@ def _server_options(options: JoinOptions, stack: pb.EnrolResponse) -> StackOptio
     return StackOptions(
         model=model, shared_host=options.host or address_towards(host), dtype=stack.dtype or None,
         quantization=stack.quantization or "none", device=options.device, num_threads=options.num_threads,
-        log_folder=options.log_folder, grace_s=_GRACE_S,
+        log_folder=options.log_folder, grace_s=_GRACE_S, num_servers=1,
     )  # fmt: skip

@@ -10,13 +10,12 @@ from corolla.chassis.backoff import Backoff
 from corolla.chassis.errors import StartupError
 from corolla.local import processes
 from corolla.local.fork_server import ForkServer
-from corolla.local.options import LOOPBACK, StackOptions
+from corolla.local.options import DEFAULT_SERVER_PORT, LOOPBACK, StackOptions
 from corolla.local.ports import Ports
 from corolla.local.processes import ManagedProcess
 from corolla.local.stack import Report, StackEvent
 from corolla.trust.loopback import VARIABLE
 
-DEFAULT_PORT: Final = 50052
 _NAME: Final = "server-1"
 _TIMEOUT_S: Final = 1.0
 
@@ -59,12 +58,13 @@ class JoinedServer:
         """
         options = self._options
         host = options.private_host
-        given = self._ports.given(port, "block server", host) if port else self._ports.free(DEFAULT_PORT, host)
+        given = self._ports.choose(port, DEFAULT_SERVER_PORT, "block server", host)
         self.process = processes.block_server_process(
             options, 1, self._blocks, capacity_blocks, self._ports, device=options.device, port=given
         )
         try:
             options.log_folder.mkdir(parents=True, exist_ok=True)
+            self.process.log.path.unlink(missing_ok=True)
         except OSError as failure:
             raise StartupError(f"cannot make the log folder {options.log_folder}: {failure.strerror}") from None
         environment = processes.child_environment(options, self._router, redis_url="")

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     _tell(
         "prepared",
         num_blocks=checkpoint.num_blocks,
+        block_weights=checkpoint.vocab_size * checkpoint.hidden_size / head_blocks,
         head_blocks=head_blocks,
         num_devices=num_devices,
         model_type=checkpoint.config.model_type,

@@ -13,8 +13,11 @@ DEFAULT_ROUTER_PORT = 50050
 DEFAULT_CLIENT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
 DEFAULT_ISSUER_PORT = 50054
+DEFAULT_SERVER_PORT = 50052
+FURTHER_SERVERS_PORT = 50060
+"""Where the data planes of further block servers of a shared stack begin, so that firewalls can name their ports."""
 LOOPBACK = "127.0.0.1"
-_DEFAULT_SERVERS = 2
+DEFAULT_SERVERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +28,8 @@ class StackOptions:
         model: a checkpoint folder, GGUF file, hub id or "demo".
         num_servers: the number of block servers; unused where `blocks` lists spans. None: two on a CPU, else one for
             each device.
-        blocks: spans such as "0:10,10:30", one server for each; "auto": the router chooses; empty: even parts.
+        blocks: spans such as "0:10,10:30", one server for each; "auto": the router chooses; empty: even parts, or
+            "auto" in a shared stack.
         port: the port of the client service; None: the usual port if it is free, otherwise any free port; 0: any free
             port.
         http_port: the port of the client service's HTTP, likewise.
@@ -116,11 +120,11 @@ def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0
     """
     num_servers = options.num_servers
     if num_servers is None:
-        num_servers = _DEFAULT_SERVERS if options.is_on_cpu else min(num_devices, num_blocks)
-    if options.blocks == "auto":
+        num_servers = DEFAULT_SERVERS if options.is_on_cpu else min(num_devices, num_blocks)
+    if options.blocks == "auto" or (options.shared_host and not options.blocks):
         return ["auto"] * num_servers
     if options.blocks:
-        return _given_spans(options.blocks, num_blocks)
+        return _given_spans(options.blocks, num_blocks, must_cover=not options.shared_host)
     if not 1 <= num_servers <= num_blocks:
         raise SettingsError(
             f"{num_servers} servers cannot share {num_blocks} blocks; choose from 1 to {num_blocks} servers"
@@ -133,7 +137,7 @@ def server_blocks(options: StackOptions, num_blocks: int, head_blocks: float = 0
     return [f"{start}:{end}" for start, end in itertools.pairwise([*bounds, num_blocks])]
 
 
-def _given_spans(blocks: str, num_blocks: int) -> list[str]:
+def _given_spans(blocks: str, num_blocks: int, *, must_cover: bool) -> list[str]:
     spans = blocks.replace(" ", "").split(",")
     covered: set[int] = set()
     for span in spans:
@@ -144,6 +148,6 @@ def _given_spans(blocks: str, num_blocks: int) -> list[str]:
             )
         covered.update(range(int(start), int(end)))
     missing = sorted(set(range(num_blocks)) - covered)
-    if missing:
+    if missing and must_cover:
         raise SettingsError(f"--blocks: no server would hold block {missing[0]} of 0 to {num_blocks - 1}")
     return spans

@@ -57,6 +57,12 @@ class Ports:
                 return port
         raise StartupError("no free port was found")
 
+    def choose(self, wanted: int | None, usual: int, what: str, host: str = "127.0.0.1") -> int:
+        """Takes the port that the user gives; 0: any free one; None: the usual one if it is free, otherwise any."""
+        if wanted is None:
+            return self.free(usual, host)
+        return self.given(wanted, what, host) if wanted else self.free(host=host)
+
     def close(self) -> None:
         """Releases all ports that are held."""
         for held in self._held.values():

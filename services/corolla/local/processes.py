@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.processors import OPENMP_WAITING, available_cores, is_cpu
 from corolla.local.log_files import LogFile
-from corolla.local.options import LOOPBACK, StackOptions
+from corolla.local.options import DEFAULT_SERVER_PORT, DEFAULT_SERVERS, FURTHER_SERVERS_PORT, LOOPBACK, StackOptions
 from corolla.local.ports import Ports
 from corolla.trust.workload import Role
 
@@ -114,13 +115,16 @@ def block_server_process(
     """A block server.
 
     Args:
-        port: the port of its data plane, which `ports` has handed out; None: any free one.
+        port: the port of its data plane, which `ports` has handed out; None: a usual one in a shared stack if that is
+            free, otherwise any free one.
         device: its torch device.
         shares_device: whether other block servers compute on the same GPU. Then it must not take all of the memory.
     """
     host = options.private_host
     control_port, metrics_port = ports.free(host=host), ports.free()
-    port = port or ports.free(host=host)
+    if port is None:
+        usual = DEFAULT_SERVER_PORT if number == 1 else FURTHER_SERVERS_PORT + number - 2
+        port = ports.free(usual if options.shared_host else None, host)
     name = f"server-{number}"
     arguments = ["block-server", "--model", options.model, "--blocks", blocks, "--host", host]
     arguments += ["--port", str(port), "--control-port", str(control_port), "--metrics-port", str(metrics_port)]
@@ -175,4 +179,18 @@ def child_environment(options: StackOptions, router: str, redis_url: str) -> dic
     # microbatches than run at once, they would only be smaller. Variables of the environment override these two.
     num_at_once = max(1, available_cores() // max(1, options.num_threads))
     shared = {"COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once)}
+    if options.shared_host and options.is_on_cpu and (weights_mib := _weights_mib(options)):
+        shared["COROLLA_WEIGHTS_MIB"] = str(weights_mib)
     return {**shared, **own, **fixed, **offline, **options.environment}
+
+
+def _weights_mib(options: StackOptions) -> int:
+    """The memory for the weights of each block server, where other machines may hold what does not fit; 0: not known.
+
+    A quarter of what is available stays for imports, steps and other programs. Keys and values come out of the rest.
+    """
+    available = available_bytes()
+    if available is None:
+        return 0
+    num_servers = options.num_servers or DEFAULT_SERVERS
+    return max(1, (available * 3 // 4 >> 20) // num_servers - _SHARED_KV_CACHE_MIB)

@@ -101,6 +101,7 @@ class Stack:
         self._supervisor: _Supervisor | None = None
         self._environment: dict[str, str] = {}
         self._identities: StackIdentities | None = None
+        self._block_weights = 0.0
         self._ports = Ports()
         self._stopping = threading.Event()
 
@@ -156,8 +157,7 @@ class Stack:
             self._start_data_plane(num_blocks, head_blocks, num_devices)
             if self.join_address:
                 self._wait_until(partial(self.is_serving, "issuer"), "the issuer serves")
-            self._wait_until(self._covered, "every block has a server")
-            self._wait_until(lambda: readiness.knows_a_chain(self.client_address), "the client service knows a chain")
+            self._wait_for_servers()
         except BaseException:
             self.stop()
             raise
@@ -166,7 +166,10 @@ class Stack:
         self.start_s = {"model": prepared - started, "processes": ended - prepared, "imports": imports_s}
         self._supervisor = _Supervisor(self, self._report)
         self._supervisor.start()
-        report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
+        if (missing := self._missing()) is None:
+            report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
+        else:
+            report(StackEvent("step", "stack", f"{missing}; waiting for machines that join"))
 
     def placement(self) -> router_pb2.Placement | None:
         """The placement that the router knows; None if the router does not answer."""
@@ -231,9 +234,9 @@ class Stack:
 
     def _choose_addresses(self) -> None:
         options, ports = self.options, self._ports
-        router_port = _choose(ports, options.router_port, DEFAULT_ROUTER_PORT, "router", options.private_host)
-        client_port = _choose(ports, options.port, DEFAULT_CLIENT_PORT, "client service", options.host)
-        http_port = _choose(ports, options.http_port, DEFAULT_HTTP_PORT, "client service's HTTP", options.host)
+        router_port = ports.choose(options.router_port, DEFAULT_ROUTER_PORT, "router", options.private_host)
+        client_port = ports.choose(options.port, DEFAULT_CLIENT_PORT, "client service", options.host)
+        http_port = ports.choose(options.http_port, DEFAULT_HTTP_PORT, "client service's HTTP", options.host)
         self.router_address = f"{LOOPBACK}:{router_port}"
         try:
             options.log_folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +262,7 @@ class Stack:
         self._router = processes.router_process(options, router_port, ports.free())
         planned.append(self._router)
         if options.state_folder is not None:
-            port = _choose(ports, options.issuer_port, DEFAULT_ISSUER_PORT, "issuer", options.private_host)
+            port = ports.choose(options.issuer_port, DEFAULT_ISSUER_PORT, "issuer", options.private_host)
             self.join_address = f"{options.shared_host}:{port}"
             planned.append(processes.issuer_process(options, options.state_folder, port, router_port, ports.free()))
         client = processes.client_process(options, client_port, http_port, ports.free())
@@ -312,6 +315,7 @@ class Stack:
                 if facts["event"] == "failed":
                     raise StartupError(facts["message"])
                 self.model_name = facts["name"]
+                self._block_weights = facts["block_weights"]
                 self._expect(self.model_name, int(facts["num_blocks"]))
                 self.launch(self._router)
                 family = facts["model_type"]
@@ -378,9 +382,36 @@ class Stack:
         credentials = self.operator.credentials
         return credentials.for_channels() if credentials is not None and process.role is not Role.CLIENT else None
 
-    def _covered(self) -> bool:
+    def is_covered(self) -> bool:
+        """Every block has a server."""
         placement = self.placement()
         return placement is not None and bool(placement.servers) and not placement.uncovered
+
+    def _wait_for_servers(self) -> None:
+        """Waits until every block has a server, or the servers of this machine, if others may join, have a place."""
+        if self.options.shared_host:
+            self._wait_until(lambda: self._missing() is None or self._have_places(), "all servers have their blocks")
+            if self._missing() is not None:
+                return
+        self._wait_until(self.is_covered, "every block has a server")
+        self._wait_until(lambda: readiness.knows_a_chain(self.client_address), "the client service knows a chain")
+
+    def _have_places(self) -> bool:
+        placement = self.placement()
+        ready = router_pb2.SERVER_STATE_READY
+        return placement is not None and sum(each.state == ready for each in placement.servers) >= len(self.servers)
+
+    def _missing(self) -> str | None:
+        """The blocks without a server, in words; None if each has one."""
+        placement = self.placement()
+        if placement is None or not placement.servers:
+            return "no block has a server yet"
+        if not placement.uncovered:
+            return None
+        num_blocks = sum(each.end - each.start for each in placement.uncovered)
+        spans = ", ".join(f"{each.start}:{each.end}" for each in placement.uncovered)
+        gib = num_blocks * self._block_weights * (4 if self.options.dtype_name == "float32" else 2) / 2**30
+        return f"blocks {spans} have no server yet, {gib:.2f} GiB of weights in {self.options.dtype_name}"
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         give_up = time.monotonic() + self.options.start_timeout_s
@@ -430,6 +461,7 @@ class _Supervisor:
         self._started_at = dict.fromkeys(self._processes, time.monotonic())
         self._due_at: dict[str, float] = {}
         self._coming_up: set[str] = set()
+        self._is_waiting = not stack.is_covered()
 
     def start(self) -> None:
         self._thread.start()
@@ -442,6 +474,9 @@ class _Supervisor:
     def _watch(self) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL_S):
             self._stack.renew_certificates()
+            if self._is_waiting and self._stack.is_covered():
+                self._is_waiting = False
+                self._report(StackEvent("ready", "stack", "every block has a server"))
             for ended in self._stack.take_exits():
                 if (process := self._processes.get(ended.name)) is not None:
                     self._take_note(process, ended)
@@ -465,12 +500,6 @@ class _Supervisor:
             self._due_at[name] = now + delay_s
             text += f"; starting it again in {delay_s:.1f} s"
         self._report(StackEvent("problem", name, text))
-
-
-def _choose(ports: Ports, wanted: int | None, usual: int, what: str, host: str) -> int:
-    if wanted is None:
-        return ports.free(usual, host)
-    return ports.given(wanted, what, host) if wanted else ports.free(host=host)
 
 
 def _with_log(sentence: str, log: LogFile) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from corolla.chassis.errors import SettingsError
 from corolla.local.options import StackOptions, server_blocks, server_devices
-from corolla.local.ports import Ports
+from corolla.local.ports import Ports, is_free
 from corolla.local.processes import block_server_process
 
 
@@ -47,6 +47,21 @@ def test_given_spans_are_kept_and_may_overlap() -> None:
 
 def test_auto_asks_the_router() -> None:
     assert server_blocks(options(blocks="auto", num_servers=3), 30) == ["auto"] * 3
+
+
+def test_a_shared_stack_may_begin_with_a_part_and_lets_its_servers_move() -> None:
+    assert server_blocks(options(blocks="0:10", shared_host="192.168.1.10"), 30) == ["0:10"]
+    assert server_blocks(options(shared_host="192.168.1.10", num_servers=2), 30) == ["auto"] * 2
+    with pytest.raises(SettingsError, match="'0:31'"):
+        server_blocks(options(blocks="0:31", shared_host="192.168.1.10"), 30)
+
+
+def test_servers_of_a_shared_stack_have_ports_that_a_firewall_can_name() -> None:
+    ports, shared = Ports(), options(shared_host="127.0.0.1")
+    addresses = [block_server_process(shared, number, "auto", 15, ports).address for number in (1, 2)]
+    taken = {"127.0.0.1:50052", "127.0.0.1:50060"} - set(addresses)
+    assert all(not is_free(int(each.rpartition(":")[2]), "0.0.0.0") for each in taken)
+    ports.close()
 
 
 @pytest.mark.parametrize(
