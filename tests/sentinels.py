@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from corolla.local.ports import Ports
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.waiting import until
+from tests.tls_doors import TlsDoors
 
 _HOST: Final = "127.0.0.1"
 _SERVICE: Final = "the-store"
@@ -29,12 +30,17 @@ _FAILOVER_MS: Final = 1000
 class WatchedRedis:
     """Two Redis servers, one of which is the primary, and the Sentinels that say which.
 
+    Args:
+        is_encrypted: whether the address is one for TLS.
+
     Attributes:
         url: the address that routers get.
+        doors: what TLS comes through; None without it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_encrypted: bool = False) -> None:
         self._folder = folder
+        self.doors = TlsDoors(folder / "tls") if is_encrypted else None
         ports = Ports()
         self._first, self._second, *self._watching = (ports.free() for _ in range(2 + _NUM_SENTINELS))
         self._servers: dict[int, EmbeddedRedis] = {}
@@ -42,6 +48,8 @@ class WatchedRedis:
         hosts = ",".join(f"{_HOST}:{port}" for port in self._watching)
         login, password = quote(_PASSWORD, safe=""), quote(_SENTINELS_PASSWORD, safe="")
         self.url = f"redis+sentinel://:{login}@{hosts}/{_SERVICE}/0?sentinel_password={password}"
+        if self.doors is not None:
+            self.url = f"{self.url.replace('redis', 'rediss', 1)}&ssl_ca_certs={self.doors.authority_file}"
 
     def __enter__(self) -> Self:
         self.start(self._first)
@@ -66,13 +74,21 @@ class WatchedRedis:
         self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._running.close()
+        if self.doors is not None:
+            self.doors.close()
 
     def start(self, port: int, *lines: str) -> None:
         """Starts the server of this port, empty; it is a primary until the Sentinels learn of it."""
-        self._servers[port] = self._launch(port, _PASSWORD, f'masterauth "{_PASSWORD}"', *lines)
+        named = [f"replica-announce-port {port}", f'masterauth "{_PASSWORD}"', *lines]
+        self._servers[port] = self._launch(port, _PASSWORD, *named)
 
     def kill(self, port: int) -> None:
         self._servers[port].kill()
+
+    def other(self, port: int) -> int:
+        """Returns the port of the other server."""
+        (found,) = self._servers.keys() - {port}
+        return found
 
     async def primary(self) -> int:
         """Returns the port of the primary, once a replica has all that it holds."""
@@ -118,7 +134,7 @@ class WatchedRedis:
     async def replace(self) -> EmbeddedRedis:
         """Has the Sentinels name the replica as the primary. The old one lives on, and takes writes."""
         old = await self.primary()
-        (new,) = self._servers.keys() - {old}
+        new = self.other(old)
         async with Redis.from_url(self._servers[new].url) as client:
             await client.slaveof()
         for port in self._watching:
@@ -146,6 +162,9 @@ class WatchedRedis:
         return ("primary", role[1]) if role[0] == b"master" else ("replica", role[4])
 
     def _launch(self, port: int, password: str, *lines: str) -> EmbeddedRedis:
-        server = EmbeddedRedis.start(self._folder / str(port), port, password=password, lines=lines)
+        behind = port
+        if self.doors is not None:
+            self.doors.open(port, behind := Ports().free())
+        server = EmbeddedRedis.start(self._folder / str(port), behind, password=password, lines=lines)
         self._running.callback(server.stop)
         return server

@@ -286,7 +286,7 @@ async def test_a_failed_turn_releases_its_reservation(tmp_path: Path, model: Pat
         await end(swarm, [victim])
 
 
-@pytest.mark.kind
+@pytest.mark.full
 async def test_hops_before_a_lost_one_compute_only_what_they_took_from_a_prefix_cache(
     tmp_path: Path, model: Path
 ) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import grpc
+import pytest
 from redis.asyncio import Redis
 
 from corolla.router.redis_address import answers
@@ -12,20 +13,24 @@ from tests.integration.router.test_outages import names
 from tests.integration.router.test_sessions import TURN, Session
 from tests.integration.waiting import until
 from tests.sentinels import WatchedRedis
+from tests.tiers import quick
 
 
+@pytest.mark.parametrize("is_encrypted", quick([False, True], False))
 async def test_sessions_and_placement_outlive_the_primary(
-    start_router: StartRouter, tmp_path: Path, model: str
+    start_router: StartRouter, tmp_path: Path, model: str, is_encrypted: bool
 ) -> None:
-    with WatchedRedis(tmp_path) as redis:
+    with WatchedRedis(tmp_path, is_encrypted=is_encrypted) as redis:
         assert await answers(redis.url, timeout_s=5)
+        if is_encrypted:
+            assert not await answers(redis.url.partition("&ssl_ca_certs")[0], timeout_s=5), "nobody vouches for it"
         router = await start_router(redis_url=redis.url)
         server, session = BlockServer(router, model, capacity_blocks=30), Session(router, model)
         await server.join()
         await session.create()
         begun = await session.begin("1")
         await session.end("1", epoch=begun.epoch, store_id=begun.store_id, **TURN)
-        redis.kill(await redis.primary())
+        redis.kill(lost := await redis.primary())
 
         async def is_written() -> bool:
             try:
@@ -39,6 +44,10 @@ async def test_sessions_and_placement_outlive_the_primary(
         assert list(record.token_log) == TURN["token_log"]
         assert record.store_id == begun.store_id
         assert await names(router, model) == {server.server_id}
+        if redis.doors is not None:
+            of_servers = [redis.doors.num_encrypted.pop(port) for port in (lost, redis.other(lost))]
+            assert min(of_servers) > 0, "a fail-over leads to another server with TLS"
+            assert max(redis.doors.num_encrypted.values()) > 0, "Sentinels are asked with TLS"
 
 
 async def test_a_router_leaves_a_primary_that_has_been_replaced_and_still_takes_writes(
