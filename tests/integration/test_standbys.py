@@ -1,22 +1,31 @@
 """Sessions that are copied to standbys while they go on, and hops that die then."""
 
 import asyncio
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corolla.block_server import span_loader
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
+from corolla.block_server.sessions import SessionTable
+from corolla.cache.store import SessionCache
 from corolla.chain.recovery_budget import METHODS
+from corolla.compute.speed import Speed, measure_speed
+from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
 from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint
 from tests.faulty_runner import plant_fault
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.reference import Unsplit
 from tests.tiers import quick
 
 PROMPT = "the thin man in the inner tent " * 12
@@ -229,3 +238,92 @@ async def test_the_next_text_may_begin_on_a_standby(tmp_path: Path, model: Path)
         await swarm.until_empty()
         pools = [server.engine.sessions.pool for server in swarm.servers]
         assert all(pool.num_cached * pool.page_tokens >= NUM_PROMPT_TOKENS for pool in pools)
+
+
+PAGE_TOKENS = 32
+BEGINNING = random.Random(1).choices(range(4, 256), k=8 * PAGE_TOKENS)
+NEXT_TURN = [*BEGINNING, *random.Random(2).choices(range(4, 256), k=40)]
+NUM_NEW = 2 * PAGE_TOKENS
+
+
+def room_next_to(sessions: SessionTable[SessionCache], num_tokens: int) -> int:
+    """How many tokens a session may have that leaves room for another one."""
+    cache = sessions.new_cache()
+    return cache.max_tokens_within(sessions.pool.num_pages - cache.worst_case(num_tokens))
+
+
+@asynccontextmanager
+async def full_holders(
+    swarm: Swarm, prompt_speed: float, num_common: int, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[AsyncClient]:
+    """Servers that hold the beginning of a text, and have no room for the text. Gives a client of the swarm.
+
+    Args:
+        prompt_speed: how many tokens of a prompt a second servers say that a block computes.
+        num_common: how many tokens the text has in common with that of the session that takes the room.
+    """
+
+    def measure(*block: Any) -> Speed:
+        return replace(measure_speed(*block), prefill_tokens_per_second=prompt_speed)
+
+    monkeypatch.setattr(span_loader, "measure_speed", measure)
+    async with swarm, swarm.connect() as client:
+        await client.generate(BEGINNING, max_tokens=1)
+        await swarm.until_empty()
+        holders = [each for each in swarm.servers if each.engine.sessions.pool.num_cached]
+        for each in holders:
+            plant_fault(each.engine.runner, before=lambda rows: time.sleep(0.005))
+        # It is led there, too, by the pages that both texts have in common, and leaves no room for another whole text.
+        other = [*BEGINNING[:num_common], 5]
+        num_left = len(NEXT_TURN) - num_common
+        num_tokens = min(room_next_to(each.engine.sessions, num_left) for each in holders)
+        async with client.stream(other, max_tokens=num_tokens - len(other), ignore_eos=True) as stream:
+            await anext(aiter(stream))
+            assert all(num_held(each, SessionState.RUNNING) for each in holders)
+            yield client
+
+
+@pytest.mark.parametrize(
+    "family, spans, num_common, options",
+    [
+        ("llama", ["0:5", "0:5"], len(BEGINNING), {}),
+        pytest.param("gemma3_text", SPANS, 2 * PAGE_TOKENS, {"is_encrypted": True}, marks=pytest.mark.full),
+    ],
+    ids=["one hop", "two hops with windows, encrypted"],
+)
+async def test_a_beginning_comes_from_a_server_that_has_no_room(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    spans: list[str],
+    num_common: int,
+    options: dict[str, Any],
+) -> None:
+    model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": 2048})
+    server = {"page_tokens": PAGE_TOKENS, "kv_cache_mib": 1}
+    swarm = Swarm(tmp_path, model, spans, server=server, client={"standby": "off"}, **options)
+    async with full_holders(swarm, 50.0, num_common, monkeypatch) as client:
+        answer = await client.generate(NEXT_TURN, max_tokens=NUM_NEW, ignore_eos=True)
+        assert answer.usage.cached_tokens == len(BEGINNING)
+        assert len(BEGINNING) in [each.engine.sessions.num_standby_tokens for each in swarm.servers]
+        again = await client.generate(NEXT_TURN, max_tokens=NUM_NEW, ignore_eos=True)
+        assert again.usage.cached_tokens > len(BEGINNING), "the pages have no names there"
+    truth = Unsplit(model).generate(NEXT_TURN, NUM_NEW, ignore_eos=True).token_ids
+    assert answer.token_ids == again.token_ids == tuple(truth)
+
+
+@pytest.mark.full
+async def test_a_beginning_is_computed_where_its_holder_does_not_answer(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = {"page_tokens": PAGE_TOKENS, "kv_cache_mib": 1}
+    swarm = Swarm(tmp_path, model, ["0:5", "0:5"], server=server, client={"standby": "off"})
+    async with full_holders(swarm, 4000.0, len(BEGINNING), monkeypatch) as client:
+        (holder,) = [each for each in swarm.servers if num_held(each, SessionState.RUNNING)]
+        wires = swarm.wires_of(swarm.clients[0])
+        wires.freeze(holder.address)
+        answer = await client.generate(NEXT_TURN, max_tokens=NUM_NEW, ignore_eos=True)
+        wires.thaw(holder.address)
+        assert answer.usage.cached_tokens == 0
+    truth = Unsplit(model).generate(NEXT_TURN, NUM_NEW, ignore_eos=True).token_ids
+    assert answer.token_ids == tuple(truth)

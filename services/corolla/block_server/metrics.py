@@ -39,8 +39,8 @@ class StandbyMetrics:
         )
         self.hits = counter(
             "corolla_standby_hits",
-            "Tokens that sessions found on this server, their standby, when it took the place of a hop that was lost "
-            "or left.",
+            "Tokens that sessions found on this server because another one had copied them here, as to its standby or "
+            "because it held the beginning of the text.",
         )
 
     def observe(self, num_standbys: int, num_running: int, lags: Sequence[int]) -> None:

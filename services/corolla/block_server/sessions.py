@@ -179,10 +179,13 @@ class SessionTable(Generic[AnyCache]):
             if event is SessionEvent.OPENED:
                 self._forget_unsent(session)
             self.num_standby_tokens += cache.num_tokens
+        was_empty = not cache.num_tokens
         cache.allocate(request.max_tokens, request.text, request.write_start)
         if session.request.client_id != request.client_id:
             session.newest_step_id = 0  # each client counts its steps by itself
-        session.newest_ring_position, session.ring, session.num_settled_tokens = -1, None, 0
+        session.newest_ring_position, session.ring = -1, None
+        # What the prefix cache has of the text is settled; what the session held before may be more than its answer.
+        session.num_settled_tokens = cache.num_tokens if was_empty else 0
         self._ended_epochs.pop(request.session_id, None)
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.version = next(self._versions)

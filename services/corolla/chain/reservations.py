@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from corolla.chain.cache_salts import salt_behind
+from corolla.chain.fetches import Fetches
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_plan import HopState
@@ -131,6 +132,7 @@ class OpenOptions:
         keeps_outputs: whether hops keep what they send on, in case the next hop is lost.
         write_start: the sessions write to no position of their texts before this one, unless `Reservations.own` opens
             them again. So hops need no pages for what they share before it.
+        fetched: hops to which the beginnings of the texts were copied.
         trace: the request's trace context, as headers; empty where the request is not traced.
     """
 
@@ -152,6 +154,7 @@ class OpenOptions:
     samplers: Sequence[SamplerRecord] | None = None
     keeps_outputs: bool = True
     write_start: int = 0
+    fetched: Sequence[common_pb2.Hop] = ()
     trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -337,11 +340,12 @@ class Reservations:
             open_options = replace(open_options, trace=trace)
         clock = asyncio.get_running_loop().time
         attempts = Attempts(self.limits.recovery_patience_s)
+        held = self._held(open_options)
         give_up_s = min(until_s, clock() + self.limits.recovery_patience_s)
         while True:
             try:
                 chain = open_options.only_chain or await self._choose(
-                    len(identities), open_options, attempts, give_up_s
+                    len(identities), open_options, held, attempts, give_up_s
                 )
             except (NoChain, OutOfPages):
                 if attempts.without_adapter is not None:
@@ -351,8 +355,9 @@ class Reservations:
                 # A hop may have opened the sessions although its answer was lost. A new connection lets that be undone.
                 await asyncio.gather(*(self.plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
                 self._undo(identities, open_options, chain)
+            fetched = await self._fetch(identities, open_options, chain, held)
             try:
-                return await self._open_evenly(identities, open_options, chain)
+                return await self._open_evenly(identities, replace(open_options, fetched=fetched), chain)
             except NotOpened as refused:
                 failures, is_for_now = refused.failures, refused.is_for_now
             self._undo(identities, open_options, chain)
@@ -367,6 +372,48 @@ class Reservations:
             log.warning("could not open a chain; trying another one", extra={"reason": reason})
             if is_for_now:
                 await asyncio.sleep(random.uniform(0, LONGEST_BUSY_PAUSE_S))
+
+    def _held(self, open_options: OpenOptions) -> Mapping[str, int]:
+        """How many of the first text's tokens servers may hold, by id; empty if that does not matter."""
+        texts = open_options.named_texts
+        if not texts or open_options.only_chain is not None:
+            return {}
+        return self.routes.beginnings.held(texts[0], open_options.beginning_salt)
+
+    async def _fetch(
+        self,
+        identities: Sequence[SessionIdentity],
+        open_options: OpenOptions,
+        chain: common_pb2.Chain,
+        held: Mapping[str, int],
+    ) -> list[common_pb2.Hop]:
+        """Copies what other servers hold of a session's text to the hops of a chain. Returns those that got some."""
+        if len(identities) > 1 or not held or open_options.recorded_chain is not None or chain.mixes_numerics:
+            return []
+        (text,) = open_options.named_texts
+        fetches = Fetches(self.routes, self.plane)
+
+        async def fetch(hop: common_pb2.Hop) -> bool:
+            async def open_on(server: common_pb2.Hop, num_tokens: int, transfer_id: bytes) -> pb.Opened:
+                options = replace(open_options, transient=True, write_start=0 if transfer_id else ALL_TOKENS)
+                known, transfer_ids = text, [transfer_id]
+                if not transfer_id:
+                    # A server never finds the last token of a text, since it has to compute something.
+                    known, transfer_ids = text[: num_tokens + 1], []
+                    options = replace(options, max_tokens=len(known))
+                digests = hop_texts(chain, known, options.cache_salt, self.limits)[hop.server_id]
+                (opened,) = await self._open_on(
+                    server, identities, options, [digests], keep_activations=False, samples=False,
+                    transfer_ids=transfer_ids,
+                )  # fmt: skip
+                if isinstance(opened, BaseException):
+                    raise opened
+                return opened[0]
+
+            return await fetches.fetch(hop, chain, identities[0], held, open_on)
+
+        have_some = await asyncio.gather(*map(fetch, chain.hops))
+        return [hop for hop, has_some in zip(chain.hops, have_some, strict=True) if has_some]
 
     async def open(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
@@ -533,7 +580,12 @@ class Reservations:
             self.plane.close_session(hops, identity)
 
     async def _choose(
-        self, num_sessions: int, open_options: OpenOptions, attempts: Attempts, give_up_s: float
+        self,
+        num_sessions: int,
+        open_options: OpenOptions,
+        held: Mapping[str, int],
+        attempts: Attempts,
+        give_up_s: float,
     ) -> common_pb2.Chain:
         """A chain whose servers may open the sessions. Waits for one while a lost server may still come back."""
         first_failure: CorollaError | None = None
@@ -550,7 +602,6 @@ class Reservations:
                     return chain
             texts = open_options.named_texts
             most_tokens = open_options.most_tokens or open_options.max_tokens
-            held = self.routes.beginnings.held(texts[0], open_options.beginning_salt) if texts else {}
             chain = await self.routes.plan(
                 num_tokens=num_tokens,
                 record_id=open_options.record_id,
@@ -601,7 +652,7 @@ class Reservations:
                     session_id=identities[number].session_id,
                     epoch=identities[number].epoch,
                     tenant=identities[number].tenant,
-                    resume=bool(transfer_ids) or open_options.resumes(hop),
+                    resume=bool(transfer_ids) or hop in open_options.fetched or open_options.resumes(hop),
                     max_tokens=open_options.max_tokens,
                     blocks=hop.span,
                     lease_ms=open_options.lease_ms or self.limits.lease_ms,

@@ -32,7 +32,7 @@ from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
-from corolla.planning.standbys import standby_for
+from corolla.planning.standbys import holder_for, standby_for
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
@@ -214,6 +214,13 @@ class Routes:
             hop, self._indexed().placed, self._avoided().union(excluded), fingerprint=self._fingerprint,
             num_tokens=num_tokens, num_placed=num_placed,
         )  # fmt: skip
+
+    def holder_for(
+        self, hop: common_pb2.Hop, excluded: Collection[str], held: Mapping[str, int]
+    ) -> common_pb2.Hop | None:
+        """The server that holds most of a text as the hop would compute it; see `planning.standbys`."""
+        avoided = self._avoided().union(excluded)
+        return holder_for(hop, self._indexed().placed, avoided, held, fingerprint=self._fingerprint)
 
     async def wait_for_update(self, until_s: float) -> None:
         """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""

@@ -372,7 +372,7 @@ class ChainSession(OpenSequences):
         token_ids = self._history.token_ids[:num_tokens]
         open_options = self._binding.open_options
         standbys = self._binding.standbys
-        self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids, standbys=standbys.hops)
+        self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids, standbys=standbys.filled)
         texts = hop_texts(self.chain_to_record, token_ids, open_options.cache_salt, self._limits)
         # A standby that is not named holds what the sessions held before they were opened again.
         copies = [(each.hop, texts.get(server_id)) for server_id, each in standbys.by_hop.items() if each.is_named]

@@ -18,12 +18,14 @@ class StandbyHop:
     Attributes:
         hop: the server, with the blocks of the hop that copies.
         is_named: whether the hop that copies knows it in the sessions' present epoch.
+        is_filled: whether it has held all settled tokens once; since then it lacks few.
         num_trusted: tokens from this position on may differ from the sessions': the hops were opened again since, and
             compute them anew. None: all tokens count.
     """
 
     hop: common_pb2.Hop
     is_named: bool = False
+    is_filled: bool = False
     num_trusted: int | None = None
 
 
@@ -54,6 +56,11 @@ class StandbyHops:
     def hops(self) -> list[common_pb2.Hop]:
         """All standbys, as hops."""
         return [each.hop for each in self.by_hop.values()]
+
+    @property
+    def filled(self) -> list[common_pb2.Hop]:
+        """The standbys that hold the texts but for their newest tokens, as hops."""
+        return [each.hop for each in self.by_hop.values() if each.is_filled]
 
     def add(self, server_id: str, standby: StandbyHop) -> None:
         """Adds the standby of the hop with this id, which has none."""

@@ -34,7 +34,7 @@ class Standbys:
         self._plane = plane
         self._tasks = tasks
         self._bindings: dict[bytes, ChainBinding] = {}
-        plane.on_standby_lost = self._on_lost
+        plane.on_standby = self._on_word
 
     def cover(self, binding: ChainBinding, texts: Sequence[Sequence[int]], position: int) -> None:
         """Starts to name standbys for the hops that need one and have none, unless that is under way.
@@ -160,13 +160,18 @@ class Standbys:
         binding.standbys.refused.add(standby.server_id)
         self._reservations.give_back(binding.identities, [standby])
 
-    def _on_lost(self, session_id: bytes, address: str) -> None:
-        """Names another standby soon: a hop says that its standby has lost a session, or that it cannot copy it."""
+    def _on_word(self, session_id: bytes, address: str, num_tokens: int) -> None:
+        """Takes a hop's word that its standby holds what is settled of a session, or has lost it.
+
+        In the second case, or if the hop cannot copy it, the session gets another standby soon.
+        """
         binding = self._bindings.get(session_id)
         if binding is None:
             return
         for hop in binding.chain.hops:
             held = binding.standbys.by_hop.get(hop.server_id)
             if hop.address == address and held is not None and held.is_named:
-                self._refuse(binding, hop)
-                binding.standbys.due_at = 0
+                held.is_filled = num_tokens > 0
+                if not held.is_filled:
+                    self._refuse(binding, hop)
+                    binding.standbys.due_at = 0

@@ -74,7 +74,10 @@ class DataPlane:
         placement: names the servers that sessions may move to; None: sessions may move to any server.
 
     Attributes:
-        on_standby_lost: is called with the id of a session and the address of the hop that has no standby for it now.
+        on_standby: is called with the id of a session, the address of a hop, and how many tokens the hop's standby
+            holds, once these are all settled ones; 0: the hop has no standby for the session now.
+        fetching: what waits until a server has copied a session elsewhere, by the session's id and the server's
+            address; see `chain/fetches`.
     """
 
     def __init__(
@@ -103,7 +106,8 @@ class DataPlane:
         self.handovers = Handovers()
         self.on_load: Callable[[str, pb.HopLoad], None] = lambda address, load: None
         """Gets a server's address and its load when the server opens a session or refuses to."""
-        self.on_standby_lost: Callable[[bytes, str], None] = lambda session_id, address: None
+        self.on_standby: Callable[[bytes, str, int], None] = lambda session_id, address, num_tokens: None
+        self.fetching: dict[tuple[bytes, str], asyncio.Future[None]] = {}
 
     @property
     def num_pending(self) -> int:
@@ -361,6 +365,9 @@ class DataPlane:
             server.welcome.exception()  # marks it as seen: there may be no task that waits for it
         self.handovers.mark_disconnected(address)
         self._pending.on_stream_lost(address, error)
+        for (_, holder), fetched in self.fetching.items():
+            if holder == address and not fetched.done():
+                fetched.set_result(None)
 
     def _receive(self, address: str, frame: Frame) -> None:
         server, control = self._servers.get(address), frame.control
@@ -377,7 +384,7 @@ class DataPlane:
                     self.handovers.on_step_refused(address)
                 self._pending.on_fault(control, error)
             case pb.Standby():
-                self.on_standby_lost(control.session_id, address)
+                self._on_standby(control, address)
             case pb.Moved():
                 self._on_moved(control, address)
             case pb.Welcome():
@@ -386,6 +393,13 @@ class DataPlane:
                     server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of an unexpected kind")
+
+    def _on_standby(self, control: pb.Standby, address: str) -> None:
+        fetched = self.fetching.get((control.session_id, address))
+        if fetched is not None and not fetched.done():
+            fetched.set_result(None)
+        else:
+            self.on_standby(control.session_id, address, control.num_tokens)
 
     def _hear_load(self, address: str, answer: pb.Opened | pb.Fault) -> None:
         if answer.HasField("load"):

@@ -1,6 +1,6 @@
-"""Chooses the server that stands by for one hop of a session. Pure."""
+"""Chooses servers for the tokens of one hop: one that stands by for it, or one that holds a text already. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from corolla.planning.candidates import has_room
@@ -32,12 +32,61 @@ def standby_for(
         num_tokens: The number of tokens for which it needs pages, if it takes the session over.
         num_placed: For how many sessions servers stand by, as far as the caller knows, by id.
     """
-    if (held := placed.get(hop.server_id)) is None:
+    if (own := placed.get(hop.server_id)) is None:
         return None
-    blocks, numerics = Span.from_message(hop.span), Numerics.parse(held.load.numerics)
-    usable = [
+
+    def rank(each: pb.PlacedServer) -> tuple[bool, bool, int, int, str]:
+        return (
+            node_of(each.server.address) == node_of(hop.address),
+            each.server.zone == own.server.zone,
+            num_placed.get(each.server.server_id, 0),
+            -each.load.num_free_pages,
+            each.server.server_id,
+        )
+
+    usable = _alike(own, hop, placed.values(), excluded, fingerprint)
+    best = min((each for each in usable if has_room(each.load, num_tokens)), key=rank, default=None)
+    return None if best is None else _in_place_of(hop, best)
+
+
+def holder_for(
+    hop: common_pb2.Hop,
+    placed: Mapping[str, pb.PlacedServer],
+    excluded: Collection[str],
+    held: Mapping[str, int],
+    *,
+    fingerprint: str,
+) -> common_pb2.Hop | None:
+    """Returns the server that holds most of a text as the hop would compute it; None if none holds more than the hop.
+
+    Args:
+        placed: All servers by id.
+        excluded: The ids of servers that must not be chosen.
+        held: How many of the text's first tokens servers may hold, by id.
+        fingerprint: The weights that the server must have.
+    """
+    if (own := placed.get(hop.server_id)) is None:
+        return None
+    holding = [placed[server_id] for server_id in held if server_id in placed]
+    usable = _alike(own, hop, holding, excluded, fingerprint)
+    best = max(usable, key=lambda each: held[each.server.server_id], default=None)
+    if best is None or held[best.server.server_id] <= held.get(hop.server_id, 0):
+        return None
+    return _in_place_of(hop, best)
+
+
+def _alike(
+    own: pb.PlacedServer,
+    hop: common_pb2.Hop,
+    servers: Iterable[pb.PlacedServer],
+    excluded: Collection[str],
+    fingerprint: str,
+) -> list[pb.PlacedServer]:
+    """Returns the other ready servers that have the hop's blocks and compute as its server does."""
+    blocks, numerics = Span.from_message(hop.span), Numerics.parse(own.load.numerics)
+    return [
         each
-        for each in placed.values()
+        for each in servers
         if each.state == pb.SERVER_STATE_READY
         and not each.suspected
         and each.server.server_id not in excluded
@@ -45,22 +94,11 @@ def standby_for(
         and each.server.fingerprint == fingerprint
         and Span.from_message(each.span).covers(blocks)
         and numerics.agrees_with(Numerics.parse(each.load.numerics))
-        and has_room(each.load, num_tokens)
     ]
 
-    def rank(each: pb.PlacedServer) -> tuple[bool, bool, int, int, str]:
-        return (
-            node_of(each.server.address) == node_of(hop.address),
-            each.server.zone == held.server.zone,
-            num_placed.get(each.server.server_id, 0),
-            -each.load.num_free_pages,
-            each.server.server_id,
-        )
 
-    best = min(usable, key=rank, default=None)
-    if best is None:
-        return None
-    return common_pb2.Hop(server_id=best.server.server_id, address=best.server.address, span=hop.span)
+def _in_place_of(hop: common_pb2.Hop, other: pb.PlacedServer) -> common_pb2.Hop:
+    return common_pb2.Hop(server_id=other.server.server_id, address=other.server.address, span=hop.span)
 
 
 def node_of(address: str) -> str:

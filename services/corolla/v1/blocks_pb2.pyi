@@ -1327,8 +1327,8 @@ Global___Holds: _TypeAlias = Holds  # noqa: Y015
 @_typing.final
 class Standby(_message.Message):
     """Names the standby of a session: from now on, the hop copies the session's settled tokens there. Tokens are settled
-    that the answer keeps, whatever becomes of drafts. A hop sends it to the client, without a standby, once the standby
-    has lost the session.
+    that the answer keeps, whatever becomes of drafts. A hop sends it to the client, without a standby, when the standby
+    holds all settled tokens for the first time, and once the standby has lost the session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1343,7 +1343,7 @@ class Standby(_message.Message):
     transfer_id: _builtins.bytes
     """Open.standby_transfer_id of the session there."""
     num_tokens: _builtins.int
-    """The number of tokens that the standby holds already."""
+    """The number of tokens that the standby holds already; from a hop, 0: it has lost the session."""
     @_builtins.property
     def hop(self) -> _common_pb2.Hop:
         """The server with the same blocks; absent: the session has no standby any more."""

@@ -626,3 +626,16 @@ def test_a_standby_without_what_a_window_sees_holds_nothing(unsent: int, num_tok
     held = a_standby(table, 12, max_tokens=32)
     held.unsent_before[1] = unsent
     assert table.open(a_request(epoch=2, max_tokens=32), 1.0).cache.num_tokens == num_tokens
+
+
+def test_what_the_prefix_cache_has_of_a_text_is_settled() -> None:
+    """What a session held before it was opened again is not: its answer may drop some of it."""
+    table, text = a_table(), ExpectedText(b"salt", (b"1" * 16, b"2" * 16), 2 * PAGE_TOKENS)
+    first = a_request(b"f", text=text)
+    table.open(first, 0.0)
+    step(table, first, 0, 2 * PAGE_TOKENS)
+    table.end(b"f", 1)
+    held = table.open(a_request(text=text), 0.0)
+    assert (held.cache.num_tokens, held.num_settled_tokens) == (PAGE_TOKENS, PAGE_TOKENS)
+    again = table.open(a_request(epoch=2, text=text), 0.0)
+    assert (again.cache.num_tokens, again.num_settled_tokens) == (PAGE_TOKENS, 0)

@@ -1,10 +1,10 @@
-"""Which server stands by for a hop."""
+"""Which server stands by for a hop, and which one gives it the beginning of a text."""
 
 from typing import Any
 
 import pytest
 
-from corolla.planning.standbys import standby_for
+from corolla.planning.standbys import holder_for, standby_for
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 
@@ -45,10 +45,30 @@ def test_another_node_comes_before_another_zone_and_load() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {"numerics": "other"}, {"state": pb.SERVER_STATE_DRAINING}, {"suspected": True}, {"max_session_tokens": 99},
-        {"start": 1}, {"end": 1},
+        {"numerics": "other"}, {"state": pb.SERVER_STATE_DRAINING}, {"suspected": True}, {"start": 1}, {"end": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_server_that_could_not_go_on_does_not_stand_by(facts: dict[str, Any]) -> None:
-    assert chosen(placed("other", "10.0.0.2", **facts)) == ""
+    other = placed("other", "10.0.0.2", **facts)
+    assert chosen(other) == ""
+    assert holder({"other": 64}, other) == ""
+
+
+def holder(held: dict[str, int], *others: pb.PlacedServer, excluded: tuple[str, ...] = ()) -> str:
+    servers = {each.server.server_id: each for each in (HELD, *others)}
+    found = holder_for(HOP, servers, excluded, held, fingerprint="f")
+    if found is None:
+        return ""
+    assert found.span == HOP.span
+    return found.server_id
+
+
+def test_the_server_that_holds_most_of_a_text_gives_it_to_a_hop_that_holds_less() -> None:
+    full, other = placed("full", "10.0.0.1", max_session_tokens=1), placed("other", "10.0.0.2", numerics="n+head")
+    assert chosen(full) == ""
+    assert holder({"full": 128, "other": 64}, full, other) == "full"
+    assert holder({"full": 128, "other": 192, "hop": 64}, full, other) == "other"
+    assert holder({"full": 128, "other": 192, "hop": 192}, full, other) == ""
+    assert holder({"full": 128, "other": 192}, full, other, excluded=("other",)) == "full"
+    assert holder({"gone": 192}, full, other) == holder({}, full, other) == ""

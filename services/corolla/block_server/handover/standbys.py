@@ -107,7 +107,7 @@ class Standbys:
             return
         # The handover of a session that leaves counts what it has sent by the same note as a copy to a standby.
         if self.sessions.is_draining or not (may_look or self.neighbours.has_address(address)):
-            self._tell_lost(session)
+            self._tell(session, 0)
             return
         if not self.neighbours.has_address(address):
             self._looked_up[control.session_id] = control.transfer_id
@@ -142,13 +142,16 @@ class Standbys:
         self, session: HopSession[SessionCache], version: int, control: pb.Standby, progress: HandoverProgress
     ) -> None:
         """Copies what a session settles until its turn or epoch ends, or the standby is lost."""
-        request = session.request
+        request, has_answered = session.request, False
         try:
             async with self._linked(control.hop.address) as link:
                 while self.sessions.in_version(request.session_id, version).state is SessionState.RUNNING:
                     num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
                     num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
                     if num_settled < num_sent + part_tokens(num_settled, self.least_tokens):
+                        if num_settled and not has_answered:
+                            self._tell(session, num_sent)
+                            has_answered = True
                         await asyncio.sleep(_LOOK_INTERVAL_S * (1 + len(self._by_session) // _SESSIONS_PER_INTERVAL))
                         continue
                     async with self._room:
@@ -168,12 +171,13 @@ class Standbys:
             if held is not None and held.transfer_id == control.transfer_id:
                 del self._by_session[request.session_id]
         if session.version == version:
-            self._tell_lost(session)
+            self._tell(session, 0)
 
-    def _tell_lost(self, session: HopSession[SessionCache]) -> None:
+    def _tell(self, session: HopSession[SessionCache], num_tokens: int) -> None:
+        """Tells the client how many tokens of a session its standby holds; 0: the standby is lost."""
         request = session.request
         if (peer := self.peers.get(request.client_id)) is not None:
-            peer.send(pb.Standby(session_id=request.session_id, epoch=request.epoch))
+            peer.send(pb.Standby(session_id=request.session_id, epoch=request.epoch, num_tokens=num_tokens))
 
     @asynccontextmanager
     async def _linked(self, address: str) -> AsyncIterator[HandoverLink]:

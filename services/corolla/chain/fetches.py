@@ -1,0 +1,95 @@
+"""Gets the beginning of a text from a server that holds it, for a hop that would have to compute it."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.routes import Routes
+from corolla.chain.streams import DataPlane
+from corolla.chassis.errors import CorollaError
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+
+LEAST_SAVED_S: Final = 0.1
+"""A hop fetches tokens if it would compute for longer than this; to fetch fewer may take longer."""
+
+_PATIENCE: Final = 4.0
+"""A fetch takes at most so many times the time that computing takes on an idle server: a busy one is slow at both."""
+
+OpenOn = Callable[[common_pb2.Hop, int, bytes], Awaitable[pb.Opened]]
+"""Opens the session on a server for so many tokens, as a standby with a transfer id unless that is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetches:
+    """Fetches beginnings of texts.
+
+    The session is opened on the server that holds the text, which finds the pages in its prefix cache, and on the hop
+    as a standby. So the pages come to the hop as tokens come to any standby.
+    """
+
+    routes: Routes
+    plane: DataPlane
+
+    async def fetch(
+        self,
+        hop: common_pb2.Hop,
+        chain: common_pb2.Chain,
+        identity: SessionIdentity,
+        held: Mapping[str, int],
+        open_on: OpenOn,
+    ) -> bool:
+        """Fetches what another server holds of a session's text, if that saves the hop much time.
+
+        What arrives after `_PATIENCE`, or once the other server is lost, does not count.
+
+        Args:
+            held: how many of the text's first tokens servers may hold, by id.
+
+        Returns:
+            Whether the hop holds the session, with what has arrived, so that it can be opened there to resume.
+        """
+        # A server holds one run of blocks of a session.
+        holder = self.routes.holder_for(hop, [each.server_id for each in chain.hops], held)
+        if holder is None:
+            return False
+        num_held = held[holder.server_id]
+        num_missing = num_held - held.get(hop.server_id, 0)
+        num_fast = max(1, self.routes.tokens_in(LEAST_SAVED_S, hop))
+        if num_missing < num_fast:
+            return False
+        key = identity.session_id, holder.address
+        fetched = self.plane.fetching[key] = asyncio.get_running_loop().create_future()
+        is_standby = False
+        try:
+            async with asyncio.timeout(_PATIENCE * LEAST_SAVED_S * num_missing / num_fast):
+                for server in (holder, hop):
+                    if not (await self.plane.connect(server.address)).takes_standbys:
+                        return False
+                transfer_id = secrets.token_bytes(16)
+                there = await open_on(holder, num_held, b"")
+                here = await open_on(hop, num_held, transfer_id)
+                is_standby = True
+                if there.num_cached_tokens >= here.num_cached_tokens + num_fast:
+                    named = pb.Standby(
+                        session_id=identity.session_id, epoch=identity.epoch, hop=hop, transfer_id=transfer_id,
+                        num_tokens=here.num_cached_tokens,
+                    )  # fmt: skip
+                    self.plane.notify(holder.address, named)
+                    await fetched
+        except (CorollaError, TimeoutError) as failure:
+            reason = failure.reason if isinstance(failure, CorollaError) else "DEADLINE_EXCEEDED"
+            log.info("the beginning of a text was not fetched, or not as a whole", extra={"reason": reason})
+        except BaseException:
+            is_standby = False
+            raise
+        finally:
+            del self.plane.fetching[key]
+            self.plane.close_session([holder] if is_standby else [holder, hop], identity)
+        return is_standby
