@@ -29,7 +29,7 @@ from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
-from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
+from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint, mxfp4
 from tests.reference import Unsplit
 from tests.tiers import quick
 from tests.triton_kernels import DEVICE, FAMILIES, QUICK_FAMILY
@@ -77,7 +77,9 @@ def make_runner(checkpoint: Checkpoint, span: Span, quantization: str = "none", 
         **{"num_pages": 60, "page_tokens": PAGE_TOKENS, "attention": "triton", "max_stack_bytes": 0, **options},
     )
     assert runner.kernel_choices.blocks == "triton"
-    assert set(runner.kernel_choices.products.values()) == ({"triton"} if quantization == "none" else set())
+    # MXFP4 is of experts alone.
+    has_plain = quantization == "none" or checkpoint.config.model_type == "gpt_oss"
+    assert set(runner.kernel_choices.products.values()) == ({"triton"} if has_plain else set())
     return runner
 
 
@@ -217,7 +219,7 @@ def take_packed_product(patch: pytest.MonkeyPatch) -> None:
 def test_a_chain_of_packed_experts_gives_the_tokens_of_transformers_with_expanded_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_packed_checkpoint("mixtral", tmp_path, FORMATS["fp8-blocks"](), num_blocks=SPANS[-1].end)
+    made = make_packed_checkpoint("gpt_oss", tmp_path, mxfp4(), num_blocks=SPANS[-1].end)
     num_tokens = 3
     expected = Unsplit(made[1]).generate(PROMPT, num_tokens, ignore_eos=True).token_ids
     take_packed_product(monkeypatch)

@@ -78,6 +78,7 @@ KEPT: dict[str, Callable[[], Made]] = {
     **{f"gptq of {size}": partial(gptq, 4, size) for size in (32, 64, 128, -1)},
     **{f"gptq of 8 bits, {size}": partial(gptq, 8, size) for size in (32, -1)},
     "gptq of 8 bits with activation order": partial(gptq, 8, 64, is_ordered=True),
+    "fp8 next to nvfp4": partial(nvfp4, fp8=(96,)),
     "fp8 E5M2 of outputs": partial(fp8_of_outputs, kind=torch.float8_e5m2),
     "w8a16 with zero points": partial(_ct, num_bits=8, strategy="group", group_size=64, symmetric=False),
     "gptq with activation order": partial(gptq, 4, 64, is_ordered=True),
@@ -231,6 +232,7 @@ def packed_weight(folder: Path, made: Made) -> Iterator[tuple[PackedWeight, Tens
 @pytest.mark.parametrize("name", KEPT)
 def test_a_packed_weight_is_what_its_library_expands(tmp_path: Path, name: str) -> None:
     with packed_weight(tmp_path, KEPT[name]()) as (weight, expected):
+        assert torch.equal(weight[...], expected)
         panels, order = weight.panels()
         assert (order is not None) == ("activation order" in name)
         layout = weight.layout()
