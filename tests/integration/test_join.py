@@ -80,6 +80,17 @@ def tokens(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def status_there(folder: Path, up: RunningUp) -> list[str]:
+    """The spans that the machine that joined sees by its own certificate."""
+    (tls_dir,) = (folder / "other-machine" / "corolla" / "joined").iterdir()
+    command = [*COROLLA, "status", "--json", "--router", up.addresses["router"]]
+    environment = {**os.environ, "COROLLA_TLS_DIR": str(tls_dir)}
+    said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    facts = json.loads(said)
+    assert facts["num_sessions"] is None
+    return sorted(f"{each['span'][0]}:{each['span'][1]}" for each in facts["servers"])
+
+
 def servers(up: RunningUp, number: int) -> None:
     """Waits until the newest placement has so many ready servers."""
 
@@ -103,6 +114,7 @@ def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, up: Run
     unsplit = Unsplit(folder / "tiny")
     assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 8).token_ids
     joined.wait_for("ready")
+    assert status_there(folder, up) == ["0:3", "3:5"]
     joined.process.send_signal(signal.SIGINT)
     assert joined.process.wait(60) == 0, joined.errors.read_text()
     servers(up, 1)

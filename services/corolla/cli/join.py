@@ -62,6 +62,8 @@ def run_join(options: JoinOptions, *, verbose: bool, as_json: bool) -> int:
             has_joined = True
             view.report(StackEvent("step", "join", f"joined as {stack.role}; certificates are in {membership.folder}"))
             if stack.role == Role.BLOCK.value:
+                text = f"COROLLA_TLS_DIR={membership.folder} corolla status --router {stack.router} shows the stack"
+                view.report(StackEvent("step", "join", text))
                 server = JoinedServer(_server_options(options, stack), options.blocks, stack.router, view.report)
                 server.start(membership.folder, options.capacity_blocks, options.port)
             else:

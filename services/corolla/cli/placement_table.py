@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import grpc
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -14,6 +15,7 @@ from rich.text import Text
 from corolla.cli.control_channel import router_stub
 from corolla.planning.losses import Lack, lacks, loss_seconds
 from corolla.v1 import router_pb2
+from corolla.v1.router_pb2_grpc import RouterServiceStub
 from corolla.wire.span import Span
 
 _TIMEOUT_S = 5.0
@@ -43,8 +45,7 @@ def run_status(router: str, model: str, *, as_json: bool) -> int:
     """Prints the placement. Returns 1 when a block has no ready server, else 0."""
     with router_stub(router) as stub:
         placement = stub.GetPlacement(router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S)
-        count = router_pb2.CountSessionRecordsRequest(model=placement.model)
-        num_sessions = stub.CountSessionRecords(count, timeout=_TIMEOUT_S).num_sessions
+        num_sessions = _num_sessions(stub, placement.model)
     is_covered = bool(placement.servers) and not placement.uncovered
     if as_json:
         sys.stdout.write(json.dumps(placement_facts(placement, num_sessions)) + "\n")
@@ -92,7 +93,7 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
     return Group(table, _coverage(placement), *lines)
 
 
-def placement_facts(placement: router_pb2.Placement, num_sessions: int) -> dict[str, Any]:
+def placement_facts(placement: router_pb2.Placement, num_sessions: int | None) -> dict[str, Any]:
     """The facts that `corolla status --json` prints. `loss_seconds` is null where a block has no other server."""
     seconds, lacking = loss_seconds(placement.servers), lacks(placement.servers)
     return {
@@ -164,6 +165,17 @@ def _finite(seconds: float | None) -> float | None:
 
 def _line(heading: str, text: str) -> Text:
     return Text.assemble((f"{heading:9}", "dim"), text)
+
+
+def _num_sessions(stub: RouterServiceStub, model: str) -> int | None:
+    """The number of stored sessions; None on a machine that joined as a block server, which may not count them."""
+    try:
+        count = router_pb2.CountSessionRecordsRequest(model=model)
+        return stub.CountSessionRecords(count, timeout=_TIMEOUT_S).num_sessions
+    except grpc.RpcError as failure:
+        if isinstance(failure, grpc.Call) and failure.code() is grpc.StatusCode.PERMISSION_DENIED:
+            return None
+        raise
 
 
 def _title(placement: router_pb2.Placement, num_sessions: int | None) -> str:
