@@ -49,6 +49,8 @@ _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }  # fmt: skip
+# So many heads that scores of tokens are not all zero, and equal.
+_INDEX = {"index_topk": 16, "index_head_dim": 16, "index_n_heads": 8}
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 _DELTA_RULE = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
@@ -147,6 +149,8 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "minimax_m2": {**_HEAD_SIZE, **_LOCAL_EXPERTS, "intermediate_size": 32},
     "deepseek_v2": {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "deepseek_v32": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, **_INDEX},
+    "glm_moe_dsa": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, **_INDEX},
     "mistral4": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, "rope_parameters": YARN},
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     "phimoe": {**_WINDOW, **_LOCAL_EXPERTS, "lm_head_bias": True},

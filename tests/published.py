@@ -307,7 +307,7 @@ _GEMMA4_VISION: Final = {
 _WHOLE_BLOCKS: Final = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16,
 }  # fmt: skip
-_INDEXED: Final = {**_WHOLE_BLOCKS, "index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
+_INDEXED: Final = {**_WHOLE_BLOCKS, "index_head_dim": 32}
 _MINIMAX_M3: Final = {
     "model_type": "minimax_m3_vl_text", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
     "dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8, "index_n_heads": 2,
@@ -366,7 +366,10 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "DeepSeek-R1", "deepseek_v3", text={**_WHOLE_BLOCKS, "rope_parameters": YARN}, weights="FP8",
         made="fp8-blocks", change=_further_block,
     ),
-    Published("DeepSeek-V3.2", "deepseek_v3", "deepseek_v32", _INDEXED, None, "FP8", "fp8-blocks", ("indexer",)),
+    Published(
+        "DeepSeek-V3.2", "deepseek_v32", text={**_INDEXED, "rope_parameters": YARN}, weights="FP8", made="fp8-blocks",
+        plain=("weights_proj",), change=_further_block,
+    ),
     Published(
         "Kimi-K2-Instruct", "deepseek_v3", "kimi_k2", _WHOLE_BLOCKS, weights="FP8", made="fp8-blocks",
         vocabulary=tiktoken_folder,
@@ -387,7 +390,10 @@ PUBLISHED: Final[tuple[Published, ...]] = (
     ),
     Published("GLM-4.6-FP8", "glm4_moe", weights="FP8 (compressed-tensors)", made="ct-fp8-outputs"),
     Published("GLM-4.7-Flash", "glm4_moe_lite"),
-    Published("GLM-5-FP8", "deepseek_v3", "glm_moe_dsa", _INDEXED, None, "FP8", "fp8-blocks", ("indexer",)),
+    Published(
+        "GLM-5-FP8", "glm_moe_dsa", text=_INDEXED, weights="FP8", made="fp8-blocks", plain=("weights_proj",),
+        change=_further_block,
+    ),
     Published("MiniMax-M2.5", "minimax_m2", weights="FP8", made="fp8-blocks"),
     Published("MiniMax-M3", "", "minimax_m3_vl", _MINIMAX_M3, _SIGLIP),
     Published("gpt-oss-20b", "gpt_oss", weights="MXFP4", made="mxfp4"),

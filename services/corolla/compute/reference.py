@@ -1,10 +1,12 @@
 """The family's own code, cut out of transformers: any family, on any device. Other ways are compared with it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
@@ -65,6 +67,11 @@ class FamilyRows(Blocks):
     def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
         super().__init__(stacks, model.device)
         self._model = model
+        self._cache_of: Callable[..., _RowCache] = _RowCache
+        if model.family.past.picks_tokens:
+            config: Any = model.config
+            size = max(config.qk_rope_head_dim, config.index_head_dim)
+            self._cache_of = functools.partial(_IndexedRowCache, head_size=size)
 
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""
@@ -76,7 +83,7 @@ class FamilyRows(Blocks):
             for tokens in torch.split(part, 1 if is_single else row.num_tokens):
                 end = start + len(tokens)
                 packed = PackedRow(row.cache, start, 0, len(tokens))
-                cache = _RowCache(
+                cache = self._cache_of(
                     AttentionBatch(step.batch.store, [packed], step.batch.backend), model.windows, layers, cache
                 )
                 positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
@@ -190,6 +197,52 @@ class _RowCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False
+
+
+class _IndexedRowCache(_RowCache):
+    """Like `_RowCache`, for blocks with an index, which picks the tokens that a token attends to.
+
+    Keys of the index are a second head next to the rotated part of latents, and the shorter of both is padded.
+
+    Args:
+        head_size: the larger of the two.
+        others: see `_RowCache`.
+    """
+
+    def __init__(self, *others: Any, head_size: int) -> None:
+        super().__init__(*others)
+        self._head_size = head_size
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores latents `key_states` and their rotated part `value_states`, `[1, 1, T, size]` each.
+
+        Returns:
+            Those of all tokens of the text, `[1, 1, tokens, size]` each.
+        """
+        store, slots = self._batch.store, self._batch.slots(layer_idx, key_states.device)
+        latents, rotated = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        padded = self._padded(rotated)
+        keys, values = store.layer_like(layer_idx, latents, padded.expand(-1, 2, -1))
+        keys.index_copy_(0, slots, store.encoded(latents))
+        values[:, :1].index_copy_(0, slots, store.encoded(padded))
+        held_latents, held = self._gathered(layer_idx)
+        return held_latents.unsqueeze(0), held[None, :1, :, : rotated.shape[-1]]
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Stores keys of the index, `[1, T, size]`. Returns those of all tokens of the text, `[1, tokens, size]`."""
+        store, slots = self._batch.store, self._batch.slots(layer_idx, indexer_key_states.device)
+        padded = self._padded(indexer_key_states.transpose(0, 1))
+        store.layer(layer_idx)[1][:, 1:].index_copy_(0, slots, store.encoded(padded))
+        return self._gathered(layer_idx)[1][1:, :, : indexer_key_states.shape[-1]]
+
+    def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._row.cache.gather(layer, self._position + self._row.num_tokens)
+
+    def _padded(self, heads: Tensor) -> Tensor:
+        """`[T, 1, size]`, with zeros up to the size of a head."""
+        return pad(heads, (0, self._head_size - heads.shape[-1]))
 
 
 def ragged_attention(

@@ -132,6 +132,10 @@ def _cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
         more_of_a_head: further numbers of each head, such as a scale.
     """
     config = checkpoint.config
+    if checkpoint.family.past.picks_tokens:
+        # The keys of the index are a second head next to the rotated part of the latents.
+        size = max(config.qk_rope_head_dim, config.index_head_dim)
+        return int(config.kv_lora_rank + 2 * size) + 3 * more_of_a_head
     if checkpoint.family.past.caches_latents:
         return int(config.kv_lora_rank + config.qk_rope_head_dim) + 2 * more_of_a_head
     if shapes := key_shapes(config):

@@ -32,6 +32,7 @@ PER_LAYER_LISTS = (
     "no_rope_layers",
     "layer_rope_theta",
     "num_attention_heads_per_layer",
+    "indexer_types",
 )
 CPU: Final = torch.device("cpu")
 _MOST_OF_A_BYTE: Final = 4

@@ -64,6 +64,7 @@ class Past:
 
     Attributes:
         caches_latents: whether the cache holds latents, of which keys and values are products; see `attention/latents`.
+        picks_tokens: whether a token attends to those that an index picks, whose keys the cache holds, too.
         continues_singly: whether the family's code ignores an earlier recurrent state in a call of several tokens, so
             that tokens after a session's first call run one by one.
         cache_argument: the name of the cache among the arguments of the base model's forward.
@@ -74,6 +75,7 @@ class Past:
     """
 
     caches_latents: bool = False
+    picks_tokens: bool = False
     continues_singly: bool = False
     cache_argument: str = "past_key_values"
     keeps_tokens: bool = True
@@ -221,6 +223,16 @@ _FAMILIES = (
         Family(name, past=Past(caches_latents=True), read_weights=("kv_b_proj",))
         for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     ),
+    *(
+        # Only the family's own code has the index.
+        Family(
+            name,
+            packs_rows=False,
+            past=Past(caches_latents=True, picks_tokens=True),
+            read_weights=("kv_b_proj",),
+        )
+        for name in ("deepseek_v32", "glm_moe_dsa")
+    ),
     Family(
         "kimi_linear",
         past=Past(caches_latents=True, keeps_states=True, packs_singles=True),
@@ -273,8 +285,8 @@ UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
     "longcat_flash": "two attentions in one block",
     **dict.fromkeys(
-        ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text"),
-        "attention to tokens that an index picks",
+        ("deepseek_v4", "minimax_m3_vl_text"),
+        "attention to runs of tokens that an index picks",
     ),
     **dict.fromkeys(("minimax", "rwkv", "xlstm"), "a cache of their own kind"),
     **dict.fromkeys(
@@ -324,6 +336,11 @@ def family_of(config: PretrainedConfig) -> Family:
             raise UnsupportedFamily(
                 f"Checkpoints of the family {model_type!r} are supported only with {name}={value}; choose another one."
             )
+    if "shared" in (getattr(config, "indexer_types", None) or ()):
+        raise UnsupportedFamily(
+            f"Some blocks of this {model_type} model attend to the tokens that an earlier block has picked "
+            "(indexer_types), which is not served; choose another checkpoint."
+        )
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedFamily("Only decoder-only models are supported; this checkpoint has an encoder.")
     return family

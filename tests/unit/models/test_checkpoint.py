@@ -378,6 +378,14 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
             r"'gemma3n_text' are not supported: blocks take inputs made from token ids, .*; docs/families",
         ),
         (
+            {
+                "model_type": "glm_moe_dsa",
+                "architectures": None,
+                "indexer_types": ["full", "shared", "full", "full", "full"],
+            },
+            r"Some blocks of this glm_moe_dsa model attend to the tokens that an earlier block has picked",
+        ),
+        (
             {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
             r"no rotary embedding of the type 'mrope'; set rope_type .* to 'default', which is the same for text",
         ),
