@@ -11,6 +11,7 @@ All tensors of a call are on the CPU; hidden states have the model's dtype, recu
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, cast
 
 import torch
@@ -386,19 +387,19 @@ class _Mixture(Part):
         return isinstance(module.experts, PackedExperts) or are_usual(module.experts)
 
     def forward(self, normed: Tensor, rows: Rows) -> Tensor:
-        """See `Part.forward`. Each pair of a token and an expert is multiplied by itself."""
+        """See `Part.forward`."""
         own, experts = self._module, self._module.experts
-        tokens = torch.split(normed, 1)
-        routed = [own.gate(token, *self._of_router) for token in tokens]
+        routed = [own.gate(token, *self._of_router) for token in torch.split(normed, 1)]
         weights, ids = (torch.cat([each[part] for each in routed]) for part in (1, 2))
-        chosen: list[list[int]] = ids.tolist()
-        pairs = [(token, expert) for token, own_experts in zip(tokens, chosen, strict=True) for expert in own_experts]
-        gate, up = torch.cat([_product(*pair, experts.gate_up_proj) for pair in pairs]).chunk(2, dim=-1)
-        gated = torch.split(apart(experts.act_fn, gate) * up, 1)
-        results = torch.cat(
-            [_product(each, expert, experts.down_proj) for each, (_, expert) in zip(gated, pairs, strict=True)]
-        )
-        mixed = (results.view(len(tokens), -1, normed.shape[1]) * weights.unsqueeze(-1)).sum(1).to(normed.dtype)
+        chosen: list[int] = ids.flatten().tolist()
+        # The pairs of a token and an expert, expert after expert.
+        order = sorted(range(len(chosen)), key=chosen.__getitem__)
+        groups = [(expert, len([*own_pairs])) for expert, own_pairs in groupby(chosen[pair] for pair in order)]
+        pairs = torch.tensor(order)
+        gate, up = _of_experts(normed[pairs // ids.shape[1]], groups, experts.gate_up_proj).chunk(2, dim=-1)
+        results = torch.empty(len(order), normed.shape[1], dtype=normed.dtype)
+        results[pairs] = _of_experts(apart(experts.act_fn, gate) * up, groups, experts.down_proj)
+        mixed = (results.view(len(normed), -1, normed.shape[1]) * weights.unsqueeze(-1)).sum(1).to(normed.dtype)
         if self._shared is None:
             return mixed
         shared = self._shared.forward(normed, rows)
@@ -412,10 +413,15 @@ def _shared_of(module: nn.Module) -> list[nn.Module]:
     return [each for name, each in module.named_children() if name in ("shared_expert", "shared_experts")]
 
 
-def _product(row: Tensor, expert: int, weights: Tensor | PackedExpertWeights) -> Tensor:
+def _of_experts(rows: Tensor, groups: Sequence[tuple[int, int]], weights: Tensor | PackedExpertWeights) -> Tensor:
+    """The products of rows, of which so many neighbours belong to each expert."""
     if isinstance(weights, PackedExpertWeights):
-        return cast(Tensor, weights(expert, row))
-    return functional.linear(row, weights[expert])
+        parts = zip(groups, torch.split(rows, [count for _, count in groups]), strict=True)
+        return torch.cat([weights(expert, part) for (expert, _), part in parts])
+    experts = [expert for expert, count in groups for _ in range(count)]
+    return torch.cat(
+        [functional.linear(row, weights[each]) for row, each in zip(torch.split(rows, 1), experts, strict=True)]
+    )
 
 
 MIXERS: Final = (_GatedDelta, _KimiDelta, _ShortConvolution, _Attention, _LatentAttention)

@@ -30,9 +30,15 @@ from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import DenseLinear, choose_products, replace_linears
 from corolla.models.packed.choice import layouts_of, types_of
-from corolla.models.packed.modules import PackedExpertWeights, PackedLinear, make_up_packed, replace_packed
+from corolla.models.packed.modules import (
+    PackedExpertWeights,
+    PackedLinear,
+    lay_out_experts,
+    make_up_packed,
+    replace_packed,
+)
 from corolla.models.packed.trial import choose_packed_products
-from corolla.models.product_rule import AUTO
+from corolla.models.product_rule import AUTO, Way
 from corolla.models.quantization import pack_empty, quantize, quantizer
 from corolla.models.rotary_table import LongRope
 from corolla.models.visible_tokens import attention_windows
@@ -127,6 +133,11 @@ class SpanModel:
         choose_products(
             replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products
         )
+        if self.family.past.packs_singles and self.device.type == "cpu":
+            lay_out_experts(self._base, products)
+            if products == AUTO:
+                # Several rows need one call by panels, and otherwise a call each, also where weights are small.
+                choose_products((each for each in self.linears if each.way == Way.LIBRARY), asked_for=Way.PANELS)
         if self.device.type == "cuda":
             choose_packed_products(self.packed_layers, self.dtype)
 

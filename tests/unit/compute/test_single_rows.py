@@ -26,7 +26,7 @@ NUM_ROWS = 37
     "family, products, dtype",
     [
         ("qwen3_next", "library", torch.float32),
-        ("qwen3_5_text", "panels", torch.bfloat16),
+        ("qwen3_5_moe_text", "panels", torch.bfloat16),
         pytest.param("lfm2_moe", "library", torch.float32, marks=pytest.mark.kind),
         pytest.param("kimi_linear", "panels", torch.float32, marks=pytest.mark.kind),
     ],

@@ -1,29 +1,25 @@
 """Layers, embeddings and experts that keep their weights packed as in the file, on a CPU or a GPU."""
 
-from typing import TYPE_CHECKING, Any, Final, cast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from corolla.kernels.layouts import Layout
+from corolla.chassis import heap
+from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.kernels.layouts import Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
-from corolla.kernels.products import multiplied
-from corolla.kernels.repacking import unpack
+from corolla.kernels.products import kernel_of, multiplied, plain_layout
+from corolla.kernels.repacking import Panels, empty_panels, lay_out, unpack
+from corolla.kernels.triton.availability import missing
+from corolla.models.linear import this_processor
+from corolla.models.product_rule import AUTO, Way, way_of
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts
-    from corolla.kernels.triton.packed_launches import PanelViews
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Self
-
-from corolla.chassis.errors import CheckpointError, SettingsError
-from corolla.kernels.products import kernel_of
-from corolla.kernels.repacking import Panels, empty_panels
-from corolla.kernels.triton.availability import missing
-
-if TYPE_CHECKING:
     from corolla.kernels.triton.packed_launches import PanelViews, Tile
 
 # Expanding takes many times the memory of so many panels.
@@ -473,3 +469,43 @@ class PackedExperts(nn.Module):
             return product if bias is None else product.add_(bias[expert])
         weight = weights[expert].T if self.is_transposed else weights[expert]
         return functional.linear(rows, weight, None if bias is None else bias[expert])
+
+
+@torch.no_grad()
+def lay_out_experts(root: nn.Module, asked_for: str = AUTO) -> None:
+    """Lays the weights of usual experts below `root` out as panels, where the rule for products has panels for them.
+
+    Then a product with several rows reads an expert's weights once, and no row depends on the others. Weights are on
+    the CPU.
+
+    Args:
+        asked_for: see `way_of`.
+    """
+    for path, experts in list(root.named_modules()):
+        if not are_usual(experts):
+            continue
+        packed = PackedExperts(experts)
+        weights = [cast(nn.Parameter, getattr(packed, name)) for name in EXPERT_WEIGHTS]
+        if not all(_takes_panels(each, asked_for) for each in weights):
+            continue
+        root.set_submodule(path, packed)
+        for name, each in zip(EXPERT_WEIGHTS, weights, strict=True):
+            layout = cast(PlainLayout, plain_layout(each.dtype))
+            # A CPU multiplies by panels of both kinds of layouts in the same way.
+            laid_out = PackedExpertWeights(cast(tuple[int, int, int], tuple(each.shape)), cast(Layout, layout))
+            laid_out.panels = lay_out(each.flatten(0, 1), layout, leave=_discard)
+            delattr(packed, name)
+            delattr(experts, name)
+            setattr(packed, name, laid_out)
+
+
+def _discard(part: Tensor) -> None:
+    heap.discard(part.data_ptr(), part.nbytes)
+
+
+def _takes_panels(weight: nn.Parameter, asked_for: str) -> bool:
+    shape = (weight.shape[1], weight.shape[2])
+    way = way_of(
+        this_processor(), str(weight.dtype).removeprefix("torch."), shape, weight[0].nbytes, asked_for=asked_for
+    )
+    return way is Way.PANELS and weight.device.type == "cpu" and shape[0] % LANES == 0
