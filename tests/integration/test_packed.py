@@ -47,7 +47,7 @@ def packed_model(folder: Path, kind: str) -> tuple[Path, Unsplit]:
         *(pytest.param("Q8_0", "Q8_0", chain, marks=pytest.mark.full) for chain in CHAINS[1:]),
         ("Q4_1", "Q4_1", CHAINS[-1]),
         pytest.param("Q8_0", "Q8_0", CHAINS[0], marks=pytest.mark.kind),
-        pytest.param("awq", "awq", CHAINS[2], marks=pytest.mark.kind),
+        pytest.param("nvfp4", "nvfp4", CHAINS[2], marks=pytest.mark.kind),
         ("gptq-act-order", "gptq", CHAINS[1]),
         pytest.param("w4a16-asymmetric", "compressed-tensors", CHAINS[0], marks=pytest.mark.kind),
     ],
