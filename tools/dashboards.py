@@ -192,7 +192,7 @@ RECOVERY: Final = (
           "included.", "short", (
         (f"{rate('corolla_prefix_cache_hits_total')} - {rate('corolla_host_cache_hits_total')}", "prefix cache"),
         (rate("corolla_host_cache_hits_total"), "host memory"),
-        (rate("corolla_standby_hits_total"), "standby"),
+        (rate("corolla_standby_hits_total"), "standby, or a server with the beginning"),
         (rate("corolla_hop_tokens_total", where='kind="prefill"'), "computed"),
     )),
     Panel("Recomputed tokens", "Tokens processed again, or sent again from boundary activations.", "short", (
