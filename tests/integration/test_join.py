@@ -14,6 +14,7 @@ from corolla import Client
 from corolla.chassis.errors import NoChain
 from corolla.local.ports import Ports
 from tests.checkpoints import make_tiny_checkpoint
+from tests.integration.other_machine import OtherMachine, other_machine
 from tests.integration.running_up import COROLLA, RunningUp
 from tests.reference import Unsplit
 
@@ -23,23 +24,13 @@ TEXT = "tell me about rivers"
 
 
 class Joined:
-    """`corolla join --json` as a child, with a state folder of its own, as on another machine."""
+    """`corolla join --json` as a child on another machine, with a state folder of its own."""
 
-    def __init__(self, folder: Path, address: str, token: str) -> None:
+    def __init__(self, folder: Path, machine: OtherMachine, address: str, token: str) -> None:
         self.errors = folder / "join-errors"
         environment = {**os.environ, "XDG_STATE_HOME": str(folder / "other-machine")}
-        command = [
-            *COROLLA,
-            "join",
-            address,
-            "--json",
-            "--port",
-            "0",
-            "--capacity-blocks",
-            "2",
-            "--log-folder",
-            str(folder / "join-logs"),
-        ]
+        options = ["--port", "0", "--capacity-blocks", "2", "--log-folder", str(folder / "join-logs")]
+        command = [*machine.prefix, *COROLLA, "join", address, "--json", *options]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
@@ -65,8 +56,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def up(folder: Path) -> Iterator[RunningUp]:
-    shared = ("--share", "--share-host", "127.0.0.1", "--state-folder", str(folder / "state"))
+def machine() -> Iterator[OtherMachine]:
+    with other_machine() as machine:
+        yield machine
+
+
+@pytest.fixture
+def up(folder: Path, machine: OtherMachine) -> Iterator[RunningUp]:
+    shared = ("--share", "--share-host", machine.first_host, "--state-folder", str(folder / "state"))
     ports = ("--issuer-port", str(Ports().free()), "--router-port", str(Ports().free()))
     model = ("--model", str(folder / "tiny"), "--blocks", "0:3", "--threads", "1")
     running = RunningUp(folder, *shared, *ports, *model)
@@ -80,14 +77,17 @@ def tokens(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def status_there(folder: Path, up: RunningUp) -> list[str]:
+def status_there(folder: Path, machine: OtherMachine, up: RunningUp) -> list[str]:
     """The spans that the machine that joined sees by its own certificate."""
+    router = f"{machine.first_host}:{up.addresses['router'].rpartition(':')[2]}"
     (tls_dir,) = (folder / "other-machine" / "corolla" / "joined").iterdir()
-    command = [*COROLLA, "status", "--json", "--router", up.addresses["router"]]
+    command = [*machine.prefix, *COROLLA, "status", "--json", "--router", router]
     environment = {**os.environ, "COROLLA_TLS_DIR": str(tls_dir)}
     said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     facts = json.loads(said)
     assert facts["num_sessions"] is None
+    hosts = {each["address"].rpartition(":")[0] for each in facts["servers"]}
+    assert hosts == {machine.first_host, machine.host}
     return sorted(f"{each['span'][0]}:{each['span'][1]}" for each in facts["servers"])
 
 
@@ -102,19 +102,19 @@ def servers(up: RunningUp, number: int) -> None:
         up.wait_for(has_them)
 
 
-def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, up: RunningUp) -> None:
+def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine: OtherMachine, up: RunningUp) -> None:
     token = tokens(folder, "new")
     client = Client(up.addresses["client"])
     with pytest.raises(NoChain):
         client.generate(TEXT, max_tokens=8)
-    joined = Joined(folder, up.addresses["join"], token)
+    joined = Joined(folder, machine, up.addresses["join"], token)
     up.wait_for(lambda event: event["event"] == "ready")
     servers(up, 2)
     answer = client.generate(TEXT, max_tokens=8)
     unsplit = Unsplit(folder / "tiny")
     assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 8).token_ids
     joined.wait_for("ready")
-    assert status_there(folder, up) == ["0:3", "3:5"]
+    assert status_there(folder, machine, up) == ["0:3", "3:5"]
     joined.process.send_signal(signal.SIGINT)
     assert joined.process.wait(60) == 0, joined.errors.read_text()
     servers(up, 1)
@@ -123,7 +123,7 @@ def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, up: Run
     for log in [*(folder / "logs").iterdir(), *(folder / "join-logs").iterdir()]:
         assert secret not in log.read_text(), log
 
-    again = Joined(folder, up.addresses["join"], "")
+    again = Joined(folder, machine, up.addresses["join"], "")
     servers(up, 2)
     assert client.generate(TEXT, max_tokens=8).token_ids == answer.token_ids
     listed = tokens(folder, "list")

@@ -1,0 +1,54 @@
+"""Another machine: a network namespace of this one, with one link to it. Root alone may make one."""
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class OtherMachine:
+    """A place where a test runs commands.
+
+    Attributes:
+        first_host: the address by which it reaches this machine.
+        host: its own address.
+        prefix: what stands before a command that shall run there.
+    """
+
+    first_host: str = "127.0.0.1"
+    host: str = "127.0.0.1"
+    prefix: Sequence[str] = ()
+
+
+@contextmanager
+def other_machine() -> Iterator[OtherMachine]:
+    """Yields a namespace that is deleted afterwards; this machine itself where namespaces cannot be made."""
+    number = os.getpid() % 16_000
+    name, near, far = f"corolla-{number}", f"cn{number}", f"cf{number}"
+    first_host, host = (f"10.{61 + number // 250}.{number % 250}.{each}" for each in (1, 2))
+    made = [
+        ("netns", "add", name),
+        ("link", "add", near, "type", "veth", "peer", "name", far, "netns", name),
+        ("addr", "add", f"{first_host}/30", "dev", near),
+        ("link", "set", near, "up"),
+        ("-n", name, "addr", "add", f"{host}/30", "dev", far),
+        ("-n", name, "link", "set", far, "up"),
+        ("-n", name, "link", "set", "lo", "up"),
+    ]
+    try:
+        if all(_succeeds(*each) for each in made):
+            yield OtherMachine(first_host, host, ("ip", "netns", "exec", name))
+        else:
+            yield OtherMachine()
+    finally:
+        _succeeds("link", "del", near)
+        _succeeds("netns", "del", name)
+
+
+def _succeeds(*arguments: str) -> bool:
+    try:
+        return subprocess.run(["ip", *arguments], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
