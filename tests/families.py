@@ -7,11 +7,11 @@ from typing import Any, Final
 from corolla.models.families import FAMILIES, Family
 from tests.tiers import quick
 
-# Names of modules; whichever a family has, they are handled alike.
-_PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm", "stored_prefix"})
+# Names of modules and settings; whichever a family has, they are handled alike.
+_PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm", "required", "set_in_blocks", "stored_prefix"})
 
-_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "read_weights", "required", "set_in_blocks"})
-"""What decides only how a block computes, or whether it is served: tests of spans compare these bit for bit."""
+_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "picks_tokens", "read_weights"})
+"""What decides only how a block computes: tests of spans compare these bit for bit."""
 
 SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "qwen3_next")
 """Fused blocks, alternating windows and capped scores, rows that are computed one by one, experts, latents, and the two
@@ -21,12 +21,14 @@ kinds of recurrent states."""
 def kind_of(family: Family, *, within_blocks: bool = True) -> tuple[tuple[bool, ...], ...]:
     """Which of the table's flags and special parts the family has; without those of blocks alone if so asked."""
     left_out = _PLACES if within_blocks else _PLACES | _WITHIN_BLOCKS
-    return tuple(_flags(getattr(family, field.name)) for field in fields(Family) if field.name not in left_out)
+    return tuple(
+        _flags(getattr(family, field.name), left_out) for field in fields(Family) if field.name not in left_out
+    )
 
 
-def _flags(value: Any) -> tuple[bool, ...]:
-    group = (getattr(value, field.name) for field in fields(value)) if is_dataclass(value) else ()
-    return (bool(value), *map(bool, group))
+def _flags(value: Any, left_out: Collection[str]) -> tuple[bool, ...]:
+    names = [field.name for field in fields(value) if field.name not in left_out] if is_dataclass(value) else []
+    return (bool(value), *(bool(getattr(value, name)) for name in names))
 
 
 def family_cases(
