@@ -133,7 +133,8 @@ class Server:
         )  # fmt: skip
         servicer = BlockServicer(
             identity, self.engine, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
-            self._tasks, num_heartbeats=lambda: self._registration.num_heartbeats, standbys=standbys,
+            self._tasks, num_heartbeats=lambda: self._registration.num_heartbeats,
+            standbys=standbys if scenario.has_prefix_cache else None,
         )  # fmt: skip
         self._drain = Drain(
             description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, streams,

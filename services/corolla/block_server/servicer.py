@@ -191,7 +191,7 @@ class BlockServicer:
                 page_tokens=identity.prefix_page_tokens,
                 has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
-                takes_standbys=self.standbys is not None and identity.prefix_page_tokens > 0,
+                takes_standbys=self.standbys is not None,
                 cuts_are_equal=identity.cuts_are_equal,
             )
         )

@@ -560,11 +560,14 @@ class Reservations:
     ) -> None:
         """Notes that the chain's hops hold texts of sessions, so that texts with the same beginnings are led there.
 
+        Servers that share no pages do not count.
+
         Args:
             standbys: servers that hold the texts, too.
         """
         if not chain.mixes_numerics:
-            server_ids = [hop.server_id for hop in (*chain.hops, *standbys)]
+            holders = (*chain.hops, *standbys)
+            server_ids = [hop.server_id for hop in holders if self.plane.page_tokens(hop.address)]
             for text in texts:
                 self.routes.beginnings.remember(text, open_options.beginning_salt, server_ids)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from corolla.chain import reservations
+from corolla.chain.beginnings import STRIDE_TOKENS, Beginnings
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.chassis.errors import AdapterNotLoaded, CorollaError, NoAdapterRoom, NoChain, OutOfPages, QueueFull
@@ -32,6 +33,9 @@ class BusyPlane:
             self.num_refusals -= 1
             raise self.refusal
         return pb.Opened(), 8
+
+    def page_tokens(self, _address: str) -> int:
+        return 0
 
     def close_session(self, *_args: Any) -> None:
         pass
@@ -89,6 +93,9 @@ class UnevenPlane:
         assert control.idle
         self.taken_back.append(address)
 
+    def page_tokens(self, _address: str) -> int:
+        return 0
+
     def close_session(self, *_args: Any) -> None:
         pass
 
@@ -113,3 +120,14 @@ async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: 
         assert (binding.num_cached_tokens, binding.write_start) == (32, 32)
     assert plane.opens == [("a:1", 80, False), ("b:1", 80, False), ("a:1", 32, True)]
     assert plane.taken_back == ["a:1"]
+
+
+def test_only_servers_that_share_pages_count_as_holders_of_texts() -> None:
+    """A server without a prefix cache, or whose sessions have recurrent states, holds a text for its session only."""
+    hops = [common_pb2.Hop(server_id=name, address=name) for name in ("shares", "does not")]
+    plane: Any = SimpleNamespace(page_tokens=lambda address: 32 * (address == "shares"))
+    routes: Any = SimpleNamespace(beginnings=Beginnings())
+    options, text = OpenOptions(max_tokens=128, transient=True), list(range(STRIDE_TOKENS))
+    chain = common_pb2.Chain(hops=hops)
+    Reservations(routes, plane, ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000)).remember(chain, options, text)
+    assert routes.beginnings.held(text, options.beginning_salt) == {"shares": STRIDE_TOKENS}
