@@ -12,6 +12,7 @@ from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, ne
 from corolla.chassis.parts import Part, Parts
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
+from corolla.issuer.register import MOST_MACHINES
 from corolla.issuer.register_file import RegisterFile
 from corolla.issuer.servicer import AUDITED, MAX_REQUEST_BYTES, IssuerServicer
 from corolla.issuer.settings import IssuerSettings
@@ -21,7 +22,8 @@ from corolla.v1 import issuer_pb2
 log = logging.getLogger(__name__)
 
 _SERVICE = issuer_pb2.DESCRIPTOR.services_by_name["IssuerService"]
-_BOUNDS: Final = CallerBounds(MAX_REQUEST_BYTES, max_connections=256, max_connection_age_s=600.0)
+# Each machine keeps a connection.
+_BOUNDS: Final = CallerBounds(MAX_REQUEST_BYTES, max_connections=MOST_MACHINES, max_connection_age_s=600.0)
 
 
 class IssuerProcess:
