@@ -47,6 +47,8 @@ from corolla.wire.span import Span
 log = logging.getLogger(__name__)
 
 _MAX_REFUSALS: Final = 3
+_MAX_WAITS: Final = 8
+"""How often a session waits for pages of its text that others compute, half a second each time."""
 ALL_TOKENS: Final = 2**31
 """More tokens than any session has."""
 # Failures that another chain may avoid. CapabilityDenied is one: for a while a hop may trust another authority than the
@@ -330,12 +332,26 @@ class Reservations:
         A hop that cannot be reached, or has no free pages, is left out for a while and another chain is tried. A hop
         that has too many sessions to open is asked again. Where every chain needs a hop that could not be reached, that
         hop is asked again and again: it may only be slow, or its connection broken. Attempts end at `until_s` of the
-        event loop's clock, or after the patience of a recovery.
+        event loop's clock, or after the patience of a recovery. Where servers have no room, but another session has
+        begun with the same text, its pages may be there soon, so the servers are asked a few times more.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable, QueueFull: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
+        for _ in range(_MAX_WAITS):
+            try:
+                return await self._reserve(identities, open_options, until_s)
+            except OutOfPages as failure:
+                if isinstance(failure, NoAdapterRoom) or not self._held(open_options):
+                    raise
+            await asyncio.sleep(random.uniform(0, LONGEST_BUSY_PAUSE_S))
+        return await self._reserve(identities, open_options, until_s)
+
+    async def _reserve(
+        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float
+    ) -> ChainBinding:
+        """Opens sessions as `reserve` does, without waiting for pages of others."""
         if trace := trace_headers():
             open_options = replace(open_options, trace=trace)
         clock = asyncio.get_running_loop().time
@@ -456,7 +472,14 @@ class Reservations:
         """Opens sessions so that every hop may write from where the shortest beginning that a hop holds ends."""
         binding = await self.open(identities, open_options, chain)
         while lower := binding.before_common_end([binding.num_cached_tokens] * len(chain.hops)):
-            await self.own(binding, lower)
+            try:
+                await self.own(binding, lower)
+            except NotOpened as refused:
+                # Replicas of the hops that hold least may hold as much as those that have no room for copies.
+                poorer = [hop for number, hop in enumerate(chain.hops) if number not in lower]
+                if not refused.are_full or not any(map(self.routes.has_replica, poorer)):
+                    raise
+                raise NotOpened([(hop, refused.failures[0][1]) for hop in poorer]) from None
         return binding
 
     async def own(self, binding: ChainBinding, starts: Mapping[int, int]) -> None:

@@ -187,7 +187,8 @@ class Routes:
                 if chain is None:
                     raise self._no_chain(failure, are_some_full=are_some_full) from None
         chain = with_numerics(_cut(chain, blocks), self._indexed().placed)
-        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time(), held)
+        shared = min((held.get(hop.server_id, 0) for hop in chain.hops), default=0)
+        self._bookings.book(chain.hops, max(0, num_tokens - shared), asyncio.get_running_loop().time())
         return chain
 
     @property
@@ -198,6 +199,11 @@ class Routes:
     def may_use(self, hop: common_pb2.Hop) -> bool:
         """The hop's server is placed, and did not fail lately."""
         return not self._is_gone(hop)
+
+    def has_replica(self, hop: common_pb2.Hop) -> bool:
+        """Another ready server has the hop's blocks."""
+        blocks, ready = Span.from_message(hop.span), self._indexed().ready.values()
+        return any(each.server_id != hop.server_id and each.span.covers(blocks) for each in ready)
 
     def tokens_in(self, seconds: float, hop: common_pb2.Hop) -> int:
         """How many tokens of a prompt the hop computes in this time; very many if its speed is not known."""
@@ -253,10 +259,15 @@ class Routes:
     ) -> common_pb2.Chain | None:
         replicas = self._indexed().replicas
         for wanted_tokens in (num_tokens, 0):
-            session = self._session(wanted_tokens, excluded, held, new_tokens)
+            left_out = set(excluded)
             with contextlib.suppress(NoChain, OutOfPages):
-                planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
-                return chain_of(with_partners(planned, replicas, session).hops, self._fingerprint)
+                while True:
+                    session = self._session(wanted_tokens, left_out, held, new_tokens)
+                    planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
+                    hops = with_partners(planned, replicas, session).hops
+                    if not (poorer := session.poorer([hop.server for hop in hops])):
+                        return chain_of(hops, self._fingerprint)
+                    left_out |= poorer
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:

@@ -5,9 +5,8 @@ would go to the same server, the least busy one.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final
 
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
@@ -47,21 +46,10 @@ class Bookings:
         self._answered: dict[str, blocks_pb2.HopLoad] = {}
         self._sessions: dict[str, list[tuple[float, int]]] = {}
 
-    def book(
-        self,
-        hops: Iterable[common_pb2.Hop],
-        num_tokens: int,
-        now_s: float,
-        held: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:
-        """Records that a session of `num_tokens` tokens is about to be opened on these hops.
-
-        Args:
-            held: how many of them a server shares with other sessions, by id.
-        """
+    def book(self, hops: Iterable[common_pb2.Hop], num_tokens: int, now_s: float) -> None:
+        """Records that a session that takes pages for `num_tokens` tokens is about to be opened on these hops."""
         for hop in hops:
-            num_more = max(0, num_tokens - held.get(hop.server_id, 0))
-            self._sessions.setdefault(hop.server_id, []).append((now_s, num_more))
+            self._sessions.setdefault(hop.server_id, []).append((now_s, num_tokens))
 
     def hear(self, servers: Iterable[router_pb2.PlacedServer], now_s: float) -> None:
         """Drops the sessions that the newest known loads of all servers of the placement include."""

@@ -72,12 +72,29 @@ class PlannedSession:
     def with_seconds(self, server: Candidate, seconds: float) -> Candidate:
         """Returns the server with these seconds per block, and with whether it has pages for the session."""
         # The pages that the server holds of the text's beginning count once for all sessions that share them.
-        num_more = max(1, self.num_tokens - self.held.get(server.server_id, 0))
-        num_tokens = self.num_tokens and num_more + self.booked(server.server_id).num_tokens
-        has_pages = num_tokens <= server.room_tokens
+        has_pages = self._has_room(server, self.held.get(server.server_id, 0))
         if has_pages == server.has_pages and seconds == server.seconds_per_block:
             return server
         return replace(server, seconds_per_block=seconds, has_pages=has_pages)
+
+    def _has_room(self, server: Candidate, num_shared: int) -> bool:
+        num_more = max(1, self.num_tokens - num_shared)
+        num_tokens = self.num_tokens and num_more + self.booked(server.server_id).num_tokens
+        return num_tokens <= server.room_tokens
+
+    def shared(self, server_ids: Iterable[str]) -> int:
+        """How many of the text's first tokens all of these servers are known to hold."""
+        return min(self.held.get(each, 0) for each in server_ids)
+
+    def poorer(self, chain: Sequence[Candidate]) -> set[str]:
+        """The servers of a chain that hold so little of the text that others have no room for the rest; often none.
+
+        The session is written on all servers from where the shortest beginning ends.
+        """
+        shared = self.shared(each.server_id for each in chain)
+        if all(self._has_room(each, shared) for each in chain):
+            return set()
+        return {each.server_id for each in chain if self.held.get(each.server_id, 0) == shared}
 
 
 class _Kind(NamedTuple):

@@ -47,7 +47,7 @@ def reservations_on(plane: Any, patience_s: float) -> Reservations:
             raise OutOfPages("too few pages") if are_some_full else NoChain("no server")
         return CHAIN
 
-    beginnings = SimpleNamespace(remember=lambda *_args: None)
+    beginnings = SimpleNamespace(remember=lambda *_args: None, held=lambda *_args: {})
     routes: Any = SimpleNamespace(
         plan=plan, on_open_refused=lambda *_args: None, is_settling=False, beginnings=beginnings
     )
@@ -69,6 +69,23 @@ async def test_a_hop_that_is_busy_is_asked_again_until_it_opens(monkeypatch: pyt
 async def test_who_asks_for_an_adapter_learns_why_no_server_has_it(refusal: CorollaError) -> None:
     with pytest.raises(type(refusal)):
         await reservations_on(BusyPlane(1000, refusal), 30.0).reserve([IDENTITY], OpenOptions(8, transient=True))
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_a_session_waits_for_pages_of_its_text_that_others_compute(
+    monkeypatch: pytest.MonkeyPatch, is_held: bool
+) -> None:
+    monkeypatch.setattr(reservations, "LONGEST_BUSY_PAUSE_S", 0.001)
+    opening = reservations_on(BusyPlane(5, OutOfPages("too few pages")), 1.0)
+    routes: Any = opening.routes
+    routes.beginnings.held = lambda *_args: {"a": 64} if is_held else {}
+    routes.holder_for = lambda *_args: None
+    options = OpenOptions(max_tokens=90, transient=True, texts=[range(80)])
+    if is_held:
+        assert (await opening.reserve([IDENTITY], options)).chain == CHAIN
+    else:
+        with pytest.raises(OutOfPages):
+            await opening.reserve([IDENTITY], options)
 
 
 class UnevenPlane:
@@ -100,9 +117,10 @@ class UnevenPlane:
         pass
 
 
-@pytest.mark.parametrize("is_full", [False, True])
-async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: bool) -> None:
-    plane = UnevenPlane(is_full=is_full)
+@pytest.mark.parametrize("is_full, has_replica", [(False, True), (True, False), (True, True)])
+async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: bool, has_replica: bool) -> None:
+    """Where it has no room for copies, a replica of the other one may hold as much."""
+    plane, refused = UnevenPlane(is_full=is_full), list[str]()
     hops = [
         common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=start + 2))
         for name, start in (("a", 0), ("b", 2))
@@ -111,12 +129,16 @@ async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: 
         max_tokens=90, transient=True, texts=[range(80)], write_start=reservations.ALL_TOKENS,
         only_chain=common_pb2.Chain(hops=hops, fingerprint="weights"),
     )  # fmt: skip
-    opening = reservations_on(plane, 1.0).reserve([IDENTITY], options)
+    opening = reservations_on(plane, 1.0)
+    routes: Any = opening.routes
+    routes.on_open_refused = lambda server_id, _failure: refused.append(server_id)
+    routes.has_replica = lambda _hop: has_replica
     if is_full:
         with pytest.raises(OutOfPages):
-            await opening
+            await opening.reserve([IDENTITY], options)
+        assert refused == ["b" if has_replica else "a"]
     else:
-        binding = await opening
+        binding = await opening.reserve([IDENTITY], options)
         assert (binding.num_cached_tokens, binding.write_start) == (32, 32)
     assert plane.opens == [("a:1", 80, False), ("b:1", 80, False), ("a:1", 32, True)]
     assert plane.taken_back == ["a:1"]

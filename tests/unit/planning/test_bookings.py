@@ -146,14 +146,6 @@ def test_an_answer_to_an_open_counts_the_sessions_of_others_until_a_heartbeat_do
     assert bookings.booked("s", 2.0) == bookings.booked("unknown", 2.0) == Booked()
 
 
-def test_what_a_server_shares_of_a_session_is_not_booked() -> None:
-    server, bookings = Server("s"), Bookings(LAG_S)
-    hops = [common_pb2.Hop(server_id=each) for each in ("s", "t")]
-    bookings.hear(placed([server, Server("t")]), 1.0)
-    bookings.book(hops, 100, 1.0, {"s": 64})
-    assert [bookings.booked(each, 1.0) for each in ("s", "t")] == [Booked(1, 36), Booked(1, 100)]
-
-
 @pytest.mark.parametrize("number", [0, 2**64 - 1])
 @pytest.mark.parametrize("room", [0, 2**64 - 1])
 @pytest.mark.parametrize("num_sessions", [0, 2**32 - 1])

@@ -98,6 +98,16 @@ def test_a_server_needs_room_only_for_what_it_does_not_hold_of_the_text() -> Non
     assert [each is not None and each.has_pages for each in counted] == [True, False]
 
 
+def test_a_server_that_holds_little_of_the_text_takes_room_on_the_others() -> None:
+    session = PlannedSession(150, held={"most": 128, "some": 64})
+    most, some, other = (server(each, "0:6", 1.0, room_tokens=100) for each in ("most", "some", "other"))
+    large = server("large", "0:6", 1.0)
+    assert session.poorer([most, some]) == set()
+    assert session.poorer([most, large]) == session.poorer([large, most, some]) == {"large"}
+    assert session.poorer([other, large]) == {"other", "large"}
+    assert PlannedSession(0, held={"most": 128}).poorer([most, large]) == set()
+
+
 def test_a_server_that_holds_the_text_is_found_among_many() -> None:
     asked = Counter[str]()
 
