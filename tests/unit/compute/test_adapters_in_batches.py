@@ -87,10 +87,18 @@ def test_a_batch_of_several_adapters_equals_peft(family: str, is_fused: bool, tm
 
 
 @pytest.mark.parametrize(
-    "family", ["phi3", "olmo3", "falcon", "qwen3_moe", "gpt_neox", "cohere2", "opt", "deepseek_v3"]
-)
+    "family",
+    [
+        "phi3", "olmo3", "falcon", "qwen3_moe", "gpt_neox", "cohere2", "opt", "deepseek_v3",
+        pytest.param("qwen3_next", marks=pytest.mark.kind),
+    ],
+)  # fmt: skip
 def test_families_of_other_shapes(family: str, tmp_path: Path) -> None:
-    targets = {"qwen3_moe": ["q_proj", "o_proj"], "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]}
+    targets = {
+        "qwen3_moe": ["q_proj", "o_proj"],
+        "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"],
+        "qwen3_next": ["q_proj", "in_proj_qkvz"],
+    }
     kind = {"target_modules": targets[family]} if family in targets else {}
     harness = Harness(family, tmp_path, is_fused=True, kinds=[kind, kind])
     check(harness.run(harness.caches(), 0, 30), harness.expected, 0, 30)

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from corolla.cache.store import SessionCache
 from corolla.compute.base import RowWork
+from corolla.compute.row_parts import apart
 from corolla.compute.single_rows import SingleRows
 from corolla.compute.span_runner import SpanRunner
 from corolla.kernels.delta_rule import step_states
@@ -62,6 +64,18 @@ def test_a_row_has_the_same_bits_in_every_mixture(
     found = runner.forward(rows, torch.cat((tokens[2, 1:], texts[0], tokens[8, 1:])), SPAN)
     assert torch.equal(found[[0, 4]], torch.cat((alone[1][2], alone[1][8])))
     assert found[1:4].isfinite().all()
+
+
+def test_a_function_of_wide_rows_gives_a_row_the_same_bits_in_several_threads() -> None:
+    rows, before = torch.randn(7, 11_000, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for function in (functional.silu, functional.softplus):
+            alone = torch.cat([apart(function, row) for row in torch.split(rows, 1)])
+            assert torch.equal(apart(function, rows), alone)
+            torch.testing.assert_close(alone, function(rows))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("heads, key_heads, key_size, value_size", [(4, 2, 8, 48), (3, 3, 128, 128)])
