@@ -179,6 +179,9 @@ async def test_a_revoked_machine_is_out_and_gets_no_other_certificate(place: Pla
     (thief.folder / KEY_FILE).write_bytes(stolen)
     with pytest.raises(Unauthenticated, match="revoked"):
         await asyncio.to_thread(thief.enrol, place.file.new_token())
+    with pytest.raises(Unauthenticated, match="revoked"):
+        await asyncio.to_thread(machine.enrol, token)
+    assert (machine.folder / KEY_FILE).read_bytes() == stolen
     # The owner of the machine may join again, as another one.
     await asyncio.to_thread(machine.enrol, place.file.new_token())
     assert (machine.folder / KEY_FILE).read_bytes() != stolen

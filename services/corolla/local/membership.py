@@ -60,11 +60,12 @@ class Membership:
             CorollaError: The issuer does not answer, is another one, or refuses.
         """
         client = self._connected(token)
-        if token is not None and self.exists:
-            # The issuer refuses the old key, or the user would not join again.
-            (self.folder / CERTIFICATE_FILE).unlink()
-            (self.folder / KEY_FILE).unlink(missing_ok=True)
-        answer = client.enrol(self._key(), token)
+        # A machine that joins again is another one. It keeps what it has until it is enrolled.
+        is_new = token is not None and self.exists
+        key = ec.generate_private_key(ec.SECP256R1()) if is_new else self._key()
+        answer = client.enrol(key, token)
+        if is_new:
+            write_private(self.folder / KEY_FILE, private_pem(key))
         write_private(self.folder / AUTHORITY_FILE, client.authority)
         self._write_revocations(client)
         write_private(self.folder / CERTIFICATE_FILE, answer.certificate)
