@@ -85,10 +85,12 @@ class SpanRunner:
         )  # fmt: skip
         if model.fused is not None:
             self.blocks = FusedBlocks(model.fused, self.stacks)
+        elif is_fused and fits(model):
+            self.blocks = SingleRows(model, self.stacks)
         elif model.packs_rows:
             self.blocks = FamilyBlocks(model, self.stacks, is_exact=not is_fused)
         else:
-            self.blocks = (SingleRows if is_fused and fits(model) else FamilyRows)(model, self.stacks)
+            self.blocks = FamilyRows(model, self.stacks)
         probe = ShapeProbe()
         if not isinstance(self.blocks, FamilyRows) and not model.family.past.caches_latents:
             self._probe(probe)

@@ -38,7 +38,9 @@ def test_a_row_has_the_same_bits_in_every_mixture(
 ) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=2)))
     runner = SpanRunner(load_span(checkpoint, SPAN, dtype=dtype), page_tokens=16, products=products)
+    attention = SpanRunner(load_span(checkpoint, Span(1, 2), dtype=dtype), page_tokens=16, products=products)
     assert isinstance(runner.blocks, SingleRows)
+    assert isinstance(attention.blocks, SingleRows)
     generator = torch.Generator().manual_seed(0)
     texts, tokens = (torch.randn(NUM_ROWS, count, checkpoint.hidden_size, generator=generator) for count in (3, 2))
     caches = []
