@@ -3,25 +3,32 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from corolla.block_server import span_loader
+from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
-from corolla.chain.recovery_budget import METHODS
+from corolla.chain import recovery, standbys
+from corolla.chain.recovery_budget import METHODS, RecoveryReport
 from corolla.compute.speed import Speed, measure_speed
+from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
 from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint
 from tests.faulty_runner import plant_fault
+from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
@@ -32,6 +39,35 @@ PROMPT = "the thin man in the inner tent " * 12
 NUM_PROMPT_TOKENS = 240
 OPTIONS: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
 SPANS = ["0:2", "0:2", "2:5", "2:5"]
+
+
+LIBRARY_OPTIONS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3, "do_sample": False},
+    "rows": {"do_sample": False},
+    "sampled beams": {"num_beams": 3, "do_sample": True},
+    "drafts": {"prompt_lookup_num_tokens": 4, "do_sample": False},
+    "prompts": {"do_sample": False},
+}
+NUM_LIBRARY_TOKENS = 120
+
+
+async def stand_still(*_copy: Any) -> int:
+    await asyncio.Event().wait()
+    return 0
+
+
+class At(LogitsProcessor):
+    """Does something at one step of `generate`, and changes nothing."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self._left = step
+        self._act = act
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._left -= 1
+        if not self._left:
+            self._act()
+        return scores
 
 
 def swarm_of(
@@ -89,6 +125,59 @@ async def test_a_standby_takes_the_place_of_a_lost_hop(tmp_path: Path, model: Pa
         await swarm.until_empty()
 
 
+@pytest.mark.parametrize("kind", quick(LIBRARY_OPTIONS, "beams"))
+async def test_sequences_of_the_library_go_on_at_standbys(
+    tmp_path: Path, model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hop = int(kind in ("beams", "drafts"))
+    reports = list[RecoveryReport]()
+
+    def noted(*facts: Any) -> RecoveryReport:
+        reports.append(RecoveryReport(*facts))
+        return reports[-1]
+
+    monkeypatch.setattr(recovery, "RecoveryReport", noted)
+    monkeypatch.setattr(standbys, "LONGEST_REPLAY_S", 0.0)
+    loop = asyncio.get_running_loop()
+    async with swarm_of(tmp_path, model) as swarm:
+        remote: Any = await asyncio.to_thread(
+            AutoDistributedModelForCausalLM.from_pretrained, str(model), router=swarm.router_address
+        )
+        ids = draw_prompts(1 if kind == "drafts" else 3, NUM_LIBRARY_TOKENS)
+        options: dict[str, Any] = {"max_new_tokens": 60, "min_new_tokens": 60, **LIBRARY_OPTIONS[kind]}
+        prompts = torch.randn(remote.config.num_hidden_layers, 4, remote.config.hidden_size) * 0.1
+
+        def answer(*processors: LogitsProcessor) -> list[list[int]]:
+            torch.manual_seed(0)
+            session = remote.inference_session(block_prompts=prompts if kind == "prompts" else None)
+            with session:
+                tokens: Tensor = remote.generate(ids, logits_processor=LogitsProcessorList(processors), **options)
+            return tokens.tolist()
+
+        def of_hop() -> list[BlockServer]:
+            return [each for each in swarm.servers if each.settings.blocks == SPANS[2 * hop]]
+
+        async def stop_copying() -> None:
+            """Lets the standby fall behind: it keeps what the sequences take back in the next steps."""
+            await until(lambda: max(map(num_held, of_hop())) > ids.numel() // 2)
+            monkeypatch.setattr(HandoverSender, "copy_settled", stand_still)
+
+        async def lose_the_hop() -> None:
+            (running,) = [each for each in of_hop() if num_held(each, SessionState.RUNNING)]
+            await swarm.crash(running)
+
+        expected = await asyncio.to_thread(answer)
+
+        def of_loop(act: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+            return lambda: asyncio.run_coroutine_threadsafe(act(), loop).result()
+
+        acts = At(26, of_loop(stop_copying)), At(37, of_loop(lose_the_hop))
+        assert await asyncio.to_thread(answer, *acts) == expected
+        (report,) = reports
+        assert report.num_recomputed_tokens < ids.numel() * options.get("num_beams", 1)
+        await swarm.until_empty()
+
+
 @pytest.mark.full
 async def test_a_standby_takes_the_place_of_a_frozen_hop(tmp_path: Path, model: Path) -> None:
     """Streams of tests bear silence for a minute, so without its standby the answer would not go on meanwhile."""
@@ -133,8 +222,10 @@ async def test_tokens_that_the_answer_may_drop_do_not_count(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_neo", "deepseek_v3", "qwen3_next", "lfm2", "falcon_mamba"])
-@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize(
+    "family, hop",
+    [("gemma3_text", 0), ("gpt_neo", 1), ("deepseek_v3", 0), ("qwen3_next", 0), ("lfm2", 1), ("falcon_mamba", 1)],
+)
 async def test_windows_latents_and_states_are_copied(tmp_path: Path, family: str, hop: int) -> None:
     model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": CONTEXT_LENGTH})
     async with swarm_of(tmp_path, model) as swarm:

@@ -242,6 +242,9 @@ class HopSession(Generic[AnyCache]):
             version that it means.
         transfer_id: the id of the transfer that fills the session, while it arrives or is a standby.
         newest_step_id: the highest id of the steps that came from its client.
+        applied_step_id: the id of the newest of these steps that what is held follows from. If a step is refused, or is
+            not here yet, the session may still hold tokens that its client has taken back.
+        rewound_step_id: the id of the newest of these steps that took tokens back.
         newest_ring_position: the position at which the newest step of its ring began; -1 if it had none since it was
             opened.
         ring: the ring on which its tokens go round; None while they do not.
@@ -255,6 +258,8 @@ class HopSession(Generic[AnyCache]):
     version: int = 0
     transfer_id: bytes = b""
     newest_step_id: int = 0
+    applied_step_id: int = 0
+    rewound_step_id: int = 0
     newest_ring_position: int = -1
     ring: RingPlace | None = None
     num_settled_tokens: int = 0

@@ -261,6 +261,7 @@ class BlockServicer:
                 kept_start=kept_start,
                 kept_end=kept_end,
                 common_end=session.cache.common_end,
+                step_id=session.applied_step_id,
                 load=self._load(),
             )
         )

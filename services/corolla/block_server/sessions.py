@@ -172,6 +172,7 @@ class SessionTable(Generic[AnyCache]):
             session = HopSession(request, cache)
         elif not is_kept:
             cache.clear()
+            session.applied_step_id = 0
             self.on_forget(request.session_id)
         elif cache.num_tokens > request.max_tokens:
             cache.truncate(cache.nearest_position(request.max_tokens))
@@ -182,7 +183,8 @@ class SessionTable(Generic[AnyCache]):
         was_empty = not cache.num_tokens
         cache.allocate(request.max_tokens, request.text, request.write_start)
         if session.request.client_id != request.client_id:
-            session.newest_step_id = 0  # each client counts its steps by itself
+            # Each client counts its steps by itself.
+            session.newest_step_id = session.applied_step_id = session.rewound_step_id = 0
         session.newest_ring_position, session.ring = -1, None
         # What the prefix cache has of the text is settled; what the session held before may be more than its answer.
         session.num_settled_tokens = cache.num_tokens if was_empty else 0
@@ -329,6 +331,7 @@ class SessionTable(Generic[AnyCache]):
         *,
         computes: bool = True,
         num_drafts: int = 0,
+        step_id: int = 0,
     ) -> HopSession[AnyCache]:
         """Checks a step and returns its session.
 
@@ -336,6 +339,7 @@ class SessionTable(Generic[AnyCache]):
             forked: becomes the session's cache, if given.
             num_drafts: how many of the last tokens are drafts, which the answer may not keep.
             computes: whether the step is computed, and so needs the earlier tokens.
+            step_id: the id of a step of the session's client; 0 for one of a ring.
 
         Raises:
             HopLeaving, HopSessionLost, StaleEpoch, PositionGap, OutOfPages: the step must not be computed.
@@ -354,6 +358,8 @@ class SessionTable(Generic[AnyCache]):
         end, num_reserved = position + num_tokens, session.cache.num_reserved_tokens
         if end > num_reserved and self.pool.pages_for(end) > self.pool.pages_for(num_reserved):
             raise OutOfPages("the step goes beyond the pages reserved for its session")
+        if forked is not None or position < cache.num_tokens:
+            session.rewound_step_id = max(session.rewound_step_id, step_id)
         if forked is not None:
             forked.truncate(position)
             session.cache.adopt(forked)
@@ -361,6 +367,7 @@ class SessionTable(Generic[AnyCache]):
             session.cache.own_from(position)
         if computes:
             session.num_settled_tokens = end - num_drafts
+            session.applied_step_id = max(session.applied_step_id, step_id)
         self._touch(session, now_s)
         return session
 

@@ -145,7 +145,7 @@ class StepAdmission:
             raise forked
         return self.sessions.for_step(
             _session_id(step, row), epoch, client_id, position, row.num_tokens, blocks, now_s, forked,
-            num_drafts=max(0, row.num_result_tokens - 1),
+            num_drafts=max(0, row.num_result_tokens - 1), step_id=step.step_id,
         )  # fmt: skip
 
     def _fork(self, row: pb.StepRow, client_id: bytes, blocks: Span) -> SessionCache | CorollaError:

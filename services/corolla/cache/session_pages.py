@@ -333,14 +333,16 @@ class SessionPages:
         Raises:
             OutOfPages: the twin holds fewer pages in common, and the pool has too few for copies; no token is lost.
         """
+        # Two sessions hold the same page only if its tokens are the same.
+        num_same = min(mine.num_same_tokens(theirs) for mine, theirs in zip(self.tables, twin.tables, strict=True))
         num_pages = min(self.write_start, twin.num_tokens) // self.pool.page_tokens
         num_common = [min(theirs.num_common, num_pages) for theirs in twin.tables]
         for table, count in zip(self.tables, num_common, strict=True):
             table.own_from(count)
         for table, theirs, count in zip(self.tables, twin.tables, num_common, strict=True):
             table.adopt(theirs, twin.num_tokens, count)
+        self.num_unchanged_tokens = min(self.num_unchanged_tokens, self.num_tokens, num_same)
         self._take_account(twin)
-        self.num_unchanged_tokens = 0
         twin.num_tokens = 0
 
     def extents(self, end: int, start: int = 0, group: int = 0) -> tuple[Extent, ...]:

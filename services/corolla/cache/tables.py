@@ -262,6 +262,14 @@ class PageTable:
         self._set(twin._first, twin._pages + kept, twin._num_forgotten)
         twin._set(0, [])
 
+    def num_same_tokens(self, other: "PageTable") -> int:
+        """How many of the first tokens lie on the same pages in both tables."""
+        if self._first != other._first:
+            return 0
+        pairs = zip(self._pages, other._pages, strict=False)
+        num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return (self._first + num_same) * self._pool.page_tokens
+
     def hold_cached(self, first: int, pages: list[int], num_common: int) -> None:
         """Replaces all held pages with pages of the prefix cache; the first one becomes the session's page `first`.
 

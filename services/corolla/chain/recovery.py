@@ -23,6 +23,7 @@ from corolla.chain.recovery_plan import CLIENT, HopState, ReplaySegment, plan_se
 from corolla.chain.replay import Replayer
 from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
 from corolla.chain.routes import Routes
+from corolla.chain.standbys import Standbys
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import (
     AdapterNotLoaded,
@@ -54,7 +55,6 @@ class _Job:
 
     Attributes:
         sequences: the sequences to fill into the hops, in the order of the binding's identities.
-        stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
         lost_chain: the chain on which the sessions were when they were lost.
         incomplete_since_s: since when the sessions have not been open on every hop of a chain.
         without_outputs: ids of the servers that no longer have the boundary activations that they reported.
@@ -68,7 +68,6 @@ class _Job:
     budget: RecoveryBudget
     lost: LostServers
     began_s: float
-    stale: frozenset[int] = frozenset()
     lost_chain: common_pb2.Chain = field(init=False)
     incomplete_since_s: float = field(init=False)
     without_outputs: set[str] = field(default_factory=set)
@@ -85,12 +84,6 @@ class _Job:
     @property
     def position(self) -> int:
         return max(sequence.position for sequence in self.sequences)
-
-    def hop_states(self, number: int) -> list[HopState]:
-        """The state of one of the sequences on each hop when the chain was opened, as far as it is of use."""
-        if number in self.stale:
-            return [HopState(0)] * len(self.binding.chain.hops)
-        return self.binding.hop_states(number)
 
     def segments(self, number: int, states: Sequence[HopState]) -> list[ReplaySegment]:
         """The replays that give the hops in these states what they lack of one of the sequences."""
@@ -118,14 +111,12 @@ class Recovery:
         sequences: Sequence[History],
         failure: CorollaError,
         budget: RecoveryBudget,
-        stale: frozenset[int] = frozenset(),
     ) -> None:
         """Recovers sessions; returns when every hop of `binding` holds every sequence up to its position.
 
         Args:
             sequences: the sequences to fill into the hops, in the order of the identities.
             budget: bounds the recoveries of the request.
-            stale: numbers of the sequences that hops have to get from the first token on, whatever they hold.
 
         Raises:
             CorollaError: the failure itself if other servers would not help, otherwise the error that ended the
@@ -133,7 +124,7 @@ class Recovery:
         """
         if not isinstance(failure, RECOVERABLE):
             raise failure
-        job = self._job(binding, sequences, budget, stale)
+        job = self._job(binding, sequences, budget)
         lost, cause = getattr(failure, "address", ""), failure.reason.lower()
         with spans.span("recovery", lost=lost, cause=cause, position=job.position) as span:
             await self._retry(span, job, failure)
@@ -180,7 +171,7 @@ class Recovery:
         held = binding.open_options
         failure: CorollaError | None = None
         for size in (*sizes, held.max_tokens):
-            binding.raise_epoch(sequence.position)
+            binding.raise_epoch([sequence.position])
             self._apply_handovers(binding)
             options = replace(held, max_tokens=size)
             try:
@@ -208,9 +199,8 @@ class Recovery:
         binding: ChainBinding,
         sequences: Sequence[History],
         budget: RecoveryBudget,
-        stale: frozenset[int] = frozenset(),
     ) -> _Job:
-        return _Job(binding, sequences, budget, LostServers(self.limits.recovery_patience_s), _now_s(), stale)
+        return _Job(binding, sequences, budget, LostServers(self.limits.recovery_patience_s), _now_s())
 
     async def _retry(
         self, span: spans.Span, job: _Job, failure: CorollaError, cause: str = "", *, in_replay: bool = False
@@ -299,7 +289,7 @@ class Recovery:
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""
         binding = job.binding
-        binding.raise_epoch(min(sequence.position for sequence in job.sequences))
+        binding.raise_epoch([sequence.position for sequence in job.sequences])
         self._apply_handovers(binding)
         before = binding.chain
         chain = await self.routes.replace_lost(
@@ -373,7 +363,7 @@ class Recovery:
         except NotOpened as refused:
             return self._on_refusal(job, refused)
         numbers = range(len(job.sequences))
-        tasks = [asyncio.ensure_future(self._fill(job, number, job.hop_states(number))) for number in numbers]
+        tasks = [asyncio.ensure_future(self._fill(job, number, job.binding.hop_states(number))) for number in numbers]
         try:
             # If a task fails while this one is cancelled, `gather` would raise the failure instead of CancelledError.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -394,7 +384,7 @@ class Recovery:
         """The lowest position that the recovery, or what follows it, writes on each hop."""
         starts = [min(sequence.position for sequence in job.sequences)] * len(job.binding.chain.hops)
         for number in range(len(job.sequences)):
-            for segment in job.segments(number, job.hop_states(number)):
+            for segment in job.segments(number, job.binding.hop_states(number)):
                 for hop in set(segment.hops) - segment.scratch:
                     starts[hop] = min(starts[hop], segment.start)
         return starts
@@ -430,12 +420,14 @@ class OpenSequences:
 
     Args:
         binding: the sequences' identities, and the chain that they are open on.
+        standbys: names standbys for the hops of the chain.
     """
 
-    def __init__(self, binding: ChainBinding, plane: DataPlane, recovery: Recovery) -> None:
+    def __init__(self, binding: ChainBinding, plane: DataPlane, recovery: Recovery, standbys: Standbys) -> None:
         self._binding = binding
         self._plane = plane
         self._recovery = recovery
+        self._standbys = standbys
 
     @property
     def chain(self) -> common_pb2.Chain:
@@ -468,6 +460,12 @@ class OpenSequences:
         return self._plane.handovers.hops_holding(self.chain, self._binding.open_identities[number])
 
     def close(self) -> None:
-        """Frees all sequences on every hop."""
+        """Frees all sequences on every hop, and on their standbys."""
         for number, identity in enumerate(self.identities):
             self._plane.close_session(self._holders(number), identity)
+        self._end_standbys()
+
+    def _end_standbys(self, kept: Sequence[common_pb2.Hop] = ()) -> None:
+        """Frees the sequences on their standbys, but for those that have become hops of them."""
+        self._binding.standbys.are_over = True
+        self._standbys.drop(self._binding, kept)

@@ -15,6 +15,7 @@ from corolla.chain.fetches import Fetches
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
 from corolla.chain.recovery_plan import HopState
+from corolla.chain.rewinds import Rewinds, without_taken_back
 from corolla.chain.routes import Routes
 from corolla.chain.standby_hops import StandbyHops
 from corolla.chain.streams import DataPlane
@@ -185,6 +186,7 @@ class ChainBinding:
         open_replies: for each hop, its answer for each session when the chain was opened.
         standbys: the servers that stand by for the chain's hops.
         write_start: the lowest position from which the sessions were opened again, to be written from there.
+        rewinds: what the sessions have taken back, by session id; empty unless they are sequences of the library.
         open_identities: the identities under which every hop of the chain last opened the sessions.
     """
 
@@ -195,6 +197,7 @@ class ChainBinding:
     open_replies: Sequence[Sequence[pb.Opened]] = ()
     standbys: StandbyHops = field(default_factory=StandbyHops)
     write_start: int = ALL_TOKENS
+    rewinds: dict[bytes, Rewinds] = field(default_factory=dict)
     open_identities: tuple[SessionIdentity, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -225,21 +228,25 @@ class ChainBinding:
             for reply in (on_hop[number] for on_hop in self.open_replies)
         ]
 
-    def raise_epoch(self, position: int = 0) -> None:
+    def raise_epoch(self, positions: Sequence[int]) -> None:
         """Begins the next epoch: late answers in this one do not count. Raises HopUnavailable if none is left.
 
         Args:
-            position: how many tokens of the sessions will not be computed anew.
+            positions: how many tokens of each session will not be computed anew.
         """
-        self.standbys.distrust(position)
+        session_ids = (identity.session_id for identity in self.identities)
+        self.standbys.distrust(dict(zip(session_ids, positions, strict=True)))
         self.identities = tuple(identity.in_next_epoch() for identity in self.identities)
 
     def rebind(self, opened: "ChainBinding") -> None:
         """Binds the sessions to the chain of `opened`, whose hops have all opened them."""
         trusted = {hop.server_id: num_tokens for hop, num_tokens in self.standbys.trusted_on(opened.chain)}
         for hop, on_hop in zip(opened.chain.hops, opened.open_replies, strict=True):
-            for reply in on_hop:
-                reply.num_cached_tokens = min(reply.num_cached_tokens, trusted.get(hop.server_id, ALL_TOKENS))
+            of_sessions = trusted.get(hop.server_id)
+            for identity, reply in zip(opened.identities, on_hop, strict=True):
+                if of_sessions is not None:
+                    reply.num_cached_tokens = min(reply.num_cached_tokens, of_sessions.get(identity.session_id, 0))
+                without_taken_back(reply, identity, self.rewinds)
         self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
         self.open_replies, self.open_identities = opened.open_replies, opened.identities
         self.write_start = min(self.write_start, opened.write_start)
@@ -594,9 +601,12 @@ class Reservations:
             for text in texts:
                 self.routes.beginnings.remember(text, open_options.beginning_salt, server_ids)
 
-    def truncate(self, identities: Sequence[SessionIdentity], hop: common_pb2.Hop, position: int) -> None:
-        """Makes a hop forget the tokens from a position on; an open that follows finds only those before."""
+    def truncate(
+        self, identities: Sequence[SessionIdentity], hop: common_pb2.Hop, positions: Mapping[bytes, int]
+    ) -> None:
+        """Makes a hop forget the tokens from a position of each session on; an open that follows finds those before."""
         for each in identities:
+            position = positions.get(each.session_id, 0)
             forget = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=position)
             self.plane.notify(hop.address, forget)
 

@@ -62,8 +62,7 @@ class ChainSession(OpenSequences):
         on_pace: Callable[[common_pb2.Chain, float], None],
         standbys: Standbys,
     ) -> None:
-        super().__init__(binding, plane, recovery)
-        self._standbys = standbys
+        super().__init__(binding, plane, recovery, standbys)
         self.num_cached_tokens = binding.num_cached_tokens
         self._budget = budget
         self._limits = limits
@@ -352,7 +351,6 @@ class ChainSession(OpenSequences):
         self.end_ring()
         self._send_digests(self.position)
         super().close()
-        self._end_standbys()
 
     def _cover(self, position: int) -> None:
         """Names standbys for the hops, if that is due."""
@@ -360,11 +358,6 @@ class ChainSession(OpenSequences):
         if position >= binding.standbys.due_at:
             known, named = self._history.token_ids, binding.open_options.named_texts
             self._standbys.cover(binding, [max(known, *named, key=len)] if named else [], position)
-
-    def _end_standbys(self, kept: Sequence[common_pb2.Hop] = ()) -> None:
-        """Frees the session on its standbys, but for those that have become hops of it."""
-        self._binding.standbys.are_over = True
-        self._standbys.drop(self._binding, kept)
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
@@ -470,7 +463,7 @@ class ChainSessions:
         on_recovery: Callable[[RecoveryReport], None] = lambda report: None,
     ) -> None:
         self.reservations = Reservations(routes, plane, limits)
-        self._standbys = Standbys(routes, self.reservations, plane, tasks)
+        self.standbys = Standbys(routes, self.reservations, plane, tasks)
         replayer = Replayer(self.reservations, plane, limits)
         self.recovery = Recovery(routes, self.reservations, replayer, plane.handovers, limits, on_recovery)
         plane.on_load = routes.hear_load
@@ -515,7 +508,7 @@ class ChainSessions:
             self._limits,
             sampler,
             self._on_pace,
-            self._standbys,
+            self.standbys,
         )
         self._running.add(session)
         try:

@@ -1,7 +1,7 @@
 """The standbys of sessions on one chain, and how far each may be believed. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,14 +19,14 @@ class StandbyHop:
         hop: the server, with the blocks of the hop that copies.
         is_named: whether the hop that copies knows it in the sessions' present epoch.
         is_filled: whether it has held all settled tokens once; since then it lacks few.
-        num_trusted: tokens from this position on may differ from the sessions': the hops were opened again since, and
-            compute them anew. None: all tokens count.
+        num_trusted: for each session, by id, tokens from this position on may differ from the session's: the hops were
+            opened again since, and compute them anew. None: all tokens count.
     """
 
     hop: common_pb2.Hop
     is_named: bool = False
     is_filled: bool = False
-    num_trusted: int | None = None
+    num_trusted: Mapping[bytes, int] | None = None
 
 
 @dataclass(slots=True)
@@ -85,10 +85,11 @@ class StandbyHops:
         named = {server_id for server_id, each in self.by_hop.items() if each.is_named}
         return [hop.address for hop in chain.hops if hop.server_id in named]
 
-    def distrust(self, position: int) -> None:
-        """Notes that the sessions are opened again: of what standbys hold, only the tokens before `position` count."""
+    def distrust(self, positions: Mapping[bytes, int]) -> None:
+        """Notes that the sessions are opened again: of what standbys hold, only the tokens before these count."""
         for each in self.by_hop.values():
-            each.num_trusted = position if each.num_trusted is None else min(each.num_trusted, position)
+            before = positions if each.num_trusted is None else each.num_trusted
+            each.num_trusted = {key: min(position, before.get(key, 0)) for key, position in positions.items()}
             each.is_named = False
         self.due_at = 0
 
@@ -100,8 +101,8 @@ class StandbyHops:
             if server_id in lost and each.hop.server_id not in lost
         }
 
-    def trusted_on(self, chain: common_pb2.Chain) -> Iterator[tuple[common_pb2.Hop, int]]:
-        """Yields the hops of a chain that were standbys, and how many of their tokens count at most."""
+    def trusted_on(self, chain: common_pb2.Chain) -> Iterator[tuple[common_pb2.Hop, Mapping[bytes, int]]]:
+        """Yields the hops of a chain that were standbys, and how many of their tokens count at most, by session."""
         for each in self.by_hop.values():
             if each.num_trusted is not None and each.hop in chain.hops:
                 yield each.hop, each.num_trusted

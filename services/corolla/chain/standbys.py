@@ -3,10 +3,11 @@
 import logging
 import secrets
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from corolla.chain.reservations import ChainBinding, Reservations
+from corolla.chain.rewinds import without_taken_back
 from corolla.chain.routes import Routes
 from corolla.chain.standby_hops import TOKENS_BETWEEN_LOOKS, StandbyHop
 from corolla.chain.streams import DataPlane
@@ -41,7 +42,7 @@ class Standbys:
 
         Args:
             texts: the known tokens of the binding's sessions; empty if these have no token ids.
-            position: how many tokens the longest session has, or is about to have.
+            position: how many tokens the sessions have together, or are about to have.
         """
         standbys = binding.standbys
         if position < standbys.due_at or standbys.are_over:
@@ -122,17 +123,19 @@ class Standbys:
         held: StandbyHop,
         replies: Sequence[pb.Opened],
         transfer_ids: Sequence[bytes],
-        num_trusted: int | None,
+        num_trusted: Mapping[bytes, int] | None,
     ) -> None:
         """Names a standby that has opened the sessions to its hop, which copies there from now on."""
         identities = binding.identities
         if num_trusted is not None:
             self._reservations.truncate(identities, held.hop, num_trusted)
         for identity, reply, transfer_id in zip(identities, replies, transfer_ids, strict=True):
-            num_held = reply.num_cached_tokens if num_trusted is None else min(reply.num_cached_tokens, num_trusted)
+            num_held = without_taken_back(reply, identity, binding.rewinds).num_cached_tokens
+            if num_trusted is not None:
+                num_held = min(num_held, num_trusted.get(identity.session_id, 0))
             named = pb.Standby(
                 session_id=identity.session_id, epoch=identity.epoch, hop=held.hop, transfer_id=transfer_id,
-                num_tokens=num_held,
+                num_tokens=num_held, step_id=self._plane.newest_step_id,
             )  # fmt: skip
             self._plane.notify(hop.address, named)
         held.is_named, held.num_trusted, binding.standbys.pause = True, None, TOKENS_BETWEEN_LOOKS

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -74,6 +73,7 @@ class DataPlane:
         placement: names the servers that sessions may move to; None: sessions may move to any server.
 
     Attributes:
+        newest_step_id: the greatest id of a step so far; opens are numbered with the steps.
         on_standby: is called with the id of a session, the address of a hop, and how many tokens the hop's standby
             holds, once these are all settled ones; 0: the hop has no standby for the session now.
         fetching: what waits until a server has copied a session elsewhere, by the session's id and the server's
@@ -97,7 +97,7 @@ class DataPlane:
         self._limits = limits or between_servers()
         self._tasks = tasks
         self._servers: dict[str, _Server] = {}
-        self._numbers = itertools.count(1)
+        self.newest_step_id = 0
         self._open_timeout_s = open_timeout_s
         self._pending = PendingReplies(on_discarded)
         self._capabilities = capabilities
@@ -173,7 +173,7 @@ class DataPlane:
             The answer, and how many tokens a step on this hop may have.
         """
         welcome = await self.connect(address)
-        number = next(self._numbers)
+        number = self._next_number()
         answer = self._pending.add_open(number, address)
         try:
             request.request_id = number
@@ -270,7 +270,7 @@ class DataPlane:
         return self._send_step([source, *hops], step, None)
 
     def _send_step(self, hops: Sequence[common_pb2.Hop], step: pb.Step, payload: Buffer | None) -> list[RowFuture]:
-        step.step_id = number = next(self._numbers)
+        step.step_id = number = self._next_number()
         step.client_id, step.span_id = self.client_id, current_span_id()
         futures = self._pending.add_step(number, step.rows, frozenset(hop.address for hop in hops))
         try:
@@ -287,6 +287,10 @@ class DataPlane:
         if lost := self._lost(hops[1:]):
             fail(futures, lost)
         return futures
+
+    def _next_number(self) -> int:
+        self.newest_step_id += 1
+        return self.newest_step_id
 
     def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds | pb.Standby) -> None:
         """Sends a frame that has no answer. A server that is gone has nothing left to free."""

@@ -262,7 +262,8 @@ class Connection:
                 if not isinstance(failure, CorollaError):
                     raise
                 await earlier.recover(failure, budget)
-        return RowGroup(binding, self._planes.data, self._planes.sessions.recovery, LIMITS, earlier)
+        sessions = self._planes.sessions
+        return RowGroup(binding, self._planes.data, sessions.recovery, sessions.standbys, LIMITS, earlier)
 
 
 class _Planes:

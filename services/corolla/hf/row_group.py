@@ -11,6 +11,8 @@ from corolla.chain.pending import HiddenStates, RowFuture
 from corolla.chain.recovery import OpenSequences, Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.reservations import ChainBinding, ChainLimits
+from corolla.chain.rewinds import Rewinds
+from corolla.chain.standbys import Standbys
 from corolla.chain.step_window import StepWindow
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, InternalError, OutOfPages
@@ -48,6 +50,18 @@ class StateHistory:
         if shapes.lengths and len(parts[-1]) > shapes.lengths[-1]:
             parts[-1] = parts[-1][: shapes.lengths[-1]]
         return StateHistory(parts, shapes)
+
+    def num_same_tokens(self, other: "StateHistory") -> int:
+        """How many of the first tokens have the same inputs, and were processed in the same steps."""
+        num_same = 0
+        for mine, theirs in zip(self.parts, other.parts, strict=False):
+            length = min(len(mine), len(theirs))
+            if mine is not theirs and not torch.equal(mine[:length], theirs[:length]):
+                break
+            num_same += length
+            if len(mine) != len(theirs):
+                break
+        return num_same
 
     def inputs(self, start: int, end: int) -> ReplayInputs:
         """The inputs of the first block at the positions `[start, end)`."""
@@ -105,11 +119,14 @@ class RowGroup(OpenSequences):
         binding: ChainBinding,
         plane: DataPlane,
         recovery: Recovery,
+        standbys: Standbys,
         limits: ChainLimits,
         earlier: "RowGroup | None" = None,
     ) -> None:
-        super().__init__(binding, plane, recovery)
+        super().__init__(binding, plane, recovery, standbys)
         self._limits = limits
+        if earlier is not None:
+            binding.standbys, binding.rewinds = earlier._binding.standbys, earlier._binding.rewinds
         self.num_cached_tokens = binding.num_cached_tokens if earlier is None else 0
         self._has_stepped = False
         known: list[StateHistory] = earlier._histories if earlier is not None else []
@@ -118,7 +135,7 @@ class RowGroup(OpenSequences):
     def raise_epoch(self) -> tuple[SessionIdentity, ...]:
         """Raises the epoch. Returns the identities that the caller must open again. `close` frees them even if this
         opening fails."""
-        self._binding.raise_epoch()
+        self._binding.raise_epoch([history.position for history in self._histories])
         return self._binding.identities
 
     async def step(self, rows: Sequence[RowStep]) -> list[torch.Tensor]:
@@ -137,7 +154,9 @@ class RowGroup(OpenSequences):
             rows = [self._skip_cached(row) for row in rows]
             self._has_stepped = True
         self._truncate_texts(rows)
+        self._cover(rows)
         pasts = [self._history_before(row) for row in rows]
+        self._note_rewinds(rows, pasts)
         budget = RecoveryBudget(self._limits.max_recoveries)
         to_send, has_sent = list(rows), False
 
@@ -147,13 +166,10 @@ class RowGroup(OpenSequences):
             return await self._send_chunks(to_send)
 
         async def recover(failure: CorollaError) -> None:
-            ambiguous: frozenset[int] = frozenset()
             if has_sent:
                 for row, past in zip(rows, pasts, strict=True):
                     self._histories[row.row] = past
-                # It is unknown on which hops these rows had already taken another row's tokens.
-                ambiguous = frozenset(row.row for row in to_send if row.source is not None)
-            await self.recover(failure, budget, ambiguous)
+            await self.recover(failure, budget)
             if has_sent:
                 to_send[:] = [replace(row, source=None) for row in to_send]
 
@@ -171,11 +187,24 @@ class RowGroup(OpenSequences):
         parts = self._histories[row].until(position).parts
         return torch.cat(parts) if parts else torch.empty(0)
 
-    async def recover(
-        self, failure: CorollaError, budget: RecoveryBudget, ambiguous: frozenset[int] = frozenset()
-    ) -> None:
-        """Recovers all sequences from a failure, or raises. `ambiguous` rows are filled from the beginning."""
-        await self._recovery.recover(self._binding, self._histories, failure, budget, ambiguous)
+    async def recover(self, failure: CorollaError, budget: RecoveryBudget) -> None:
+        """Recovers all sequences from a failure, or raises."""
+        await self._recovery.recover(self._binding, self._histories, failure, budget)
+
+    def _cover(self, rows: Sequence[RowStep]) -> None:
+        """Names standbys for the hops, if that is due."""
+        num_tokens = sum(len(row.hidden) for row in rows) + sum(history.position for history in self._histories)
+        if num_tokens >= self._binding.standbys.due_at:
+            self._standbys.cover(self._binding, self._binding.open_options.named_texts, num_tokens)
+
+    def _note_rewinds(self, rows: Sequence[RowStep], pasts: Sequence[StateHistory]) -> None:
+        """Notes which tokens the step takes back, before any hop knows: a hop may be lost before it has the step."""
+        for row, past in zip(rows, pasts, strict=True):
+            own = self._histories[row.row]
+            num_kept = past.position if row.source is None else own.num_same_tokens(past)
+            if num_kept < own.position:
+                rewinds = self._binding.rewinds.setdefault(self.identities[row.row].session_id, Rewinds())
+                rewinds.add(self._plane.newest_step_id, num_kept)
 
     def _skip_cached(self, row: RowStep) -> RowStep:
         num_cached = self.num_cached_tokens

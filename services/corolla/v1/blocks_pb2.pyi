@@ -783,6 +783,7 @@ class Opened(_message.Message):
     KEPT_START_FIELD_NUMBER: _builtins.int
     KEPT_END_FIELD_NUMBER: _builtins.int
     COMMON_END_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     session_id: _builtins.bytes
@@ -799,6 +800,10 @@ class Opened(_message.Message):
     """Before this position the session may share pages without having pages of its own for them. If the client has to
     write there, it opens the session again with a lower Open.write_start; a step may be refused.
     """
+    step_id: _builtins.int
+    """The newest Step.step_id that the tokens here follow from; a client that has taken tokens back in a later step knows
+    by it which of them still count. 0: no such step.
+    """
     @_builtins.property
     def load(self) -> Global___HopLoad:
         """The load with this session. Servers of earlier releases do not send it."""
@@ -814,11 +819,12 @@ class Opened(_message.Message):
         kept_start: _builtins.int = ...,
         kept_end: _builtins.int = ...,
         common_end: _builtins.int = ...,
+        step_id: _builtins.int = ...,
         load: Global___HopLoad | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_end", b"common_end", "epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "load", b"load", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_end", b"common_end", "epoch", b"epoch", "kept_end", b"kept_end", "kept_start", b"kept_start", "load", b"load", "min_position", b"min_position", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "session_id", b"session_id", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1338,12 +1344,16 @@ class Standby(_message.Message):
     HOP_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     transfer_id: _builtins.bytes
     """Open.standby_transfer_id of the session there."""
     num_tokens: _builtins.int
-    """The number of tokens that the standby holds already; from a hop, 0: it has lost the session."""
+    """The number of tokens that the standby holds already, as far as they have not been taken back in a step up to step_id;
+    from a hop, 0: it has lost the session.
+    """
+    step_id: _builtins.int
     @_builtins.property
     def hop(self) -> _common_pb2.Hop:
         """The server with the same blocks; absent: the session has no standby any more."""
@@ -1356,10 +1366,11 @@ class Standby(_message.Message):
         hop: _common_pb2.Hop | None = ...,
         transfer_id: _builtins.bytes = ...,
         num_tokens: _builtins.int = ...,
+        step_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hop", b"hop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hop", b"hop", "num_tokens", b"num_tokens", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hop", b"hop", "num_tokens", b"num_tokens", "session_id", b"session_id", "step_id", b"step_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1573,6 +1584,7 @@ class HandoverTokens(_message.Message):
     IS_IDLE_FIELD_NUMBER: _builtins.int
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     HAS_STATES_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     position: _builtins.int
@@ -1588,6 +1600,8 @@ class HandoverTokens(_message.Message):
     """Whether the payload ends with the recurrent states at the part's end, as that of the last part does. A standby can
     continue from there.
     """
+    step_id: _builtins.int
+    """See Opened.step_id."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each block, the first token that is still held: layers with a sliding window have freed those before."""
@@ -1605,10 +1619,11 @@ class HandoverTokens(_message.Message):
         is_idle: _builtins.bool = ...,
         transfer_id: _builtins.bytes = ...,
         has_states: _builtins.bool = ...,
+        step_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "has_states", b"has_states", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_tokens", b"first_tokens", "has_states", b"has_states", "is_idle", b"is_idle", "is_last", b"is_last", "num_tokens", b"num_tokens", "position", b"position", "session_id", b"session_id", "step_id", b"step_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

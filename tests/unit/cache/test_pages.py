@@ -525,3 +525,23 @@ def test_the_longest_session_just_fits(rules: tuple[GroupRule, ...], num_pages: 
         SessionPages(PagePool(max(num_pages, 1), PAGE_TOKENS), rules).reserve(num_tokens)
         with pytest.raises(OutOfPages):
             SessionPages(PagePool(max(num_pages, 1), PAGE_TOKENS), rules).reserve(num_tokens + PAGE_TOKENS + 1)
+
+
+def test_two_sessions_have_the_tokens_of_common_pages_in_common() -> None:
+    """A standby of the one need not get these again when it takes the tokens of the other."""
+    pool = PagePool(16, 4)
+    one, two = (SessionPages(pool, [GroupRule()]) for _ in range(2))
+    for session in (one, two):
+        session.reserve(16)
+    one.make_writable(0, 10)
+    one.commit(10)
+    two.make_writable(0, 10)
+    two.commit(10)
+    for session, num_same in ((one, 0), (two, 8), (one, 12)):
+        other = two if session is one else one
+        session.num_unchanged_tokens = session.num_tokens
+        session.adopt(other.fork())
+        assert session.num_unchanged_tokens == min(num_same, session.num_tokens)
+        for each in (one, two):
+            each.make_writable(each.num_tokens, 3 if each is one else 2)
+            each.commit(each.num_tokens + (3 if each is one else 2))

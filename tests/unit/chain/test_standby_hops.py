@@ -14,8 +14,10 @@ def test_what_came_after_an_opening_counts_only_once_the_standby_is_named_again(
     standbys = StandbyHops({"a": StandbyHop(hop("s"), is_named=True)})
     assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s")]))) == []
     for position in (90, 70, 80):
-        standbys.distrust(position)
-    assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s"), hop("b")]))) == [(hop("s"), 70)]
+        standbys.distrust({b"row": position, b"other": 100 - position})
+    standbys.distrust({b"row": 95, b"other": 95, b"new": 5})
+    trusted = {b"row": 70, b"other": 10, b"new": 0}
+    assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s"), hop("b")]))) == [(hop("s"), trusted)]
     assert not standbys.by_hop["a"].is_named
     standbys.by_hop["a"] = StandbyHop(hop("s"), is_named=True)
     assert list(standbys.trusted_on(common_pb2.Chain(hops=[hop("s")]))) == []

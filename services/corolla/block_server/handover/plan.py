@@ -103,6 +103,7 @@ class HandoverProgress:
             is_idle: whether the session computes nothing now.
         """
         start = min(self.num_received, num_unchanged, num_held)
+        self.states_at = min(self.states_at, start)
         num_tokens = min(max_tokens, num_held - start)
         is_last = start + num_tokens == num_held
         if is_last and num_tokens > MAX_LAST_TOKENS and not is_idle and not self._has_caught_up:

@@ -150,7 +150,7 @@ class HandoverReceiver:
             held = min(copy.position, cache.num_tokens)
             raise PositionGap("the part does not follow what is held", held if cache.can_take(held) else 0)
         write_tokens(cache, checked)
-        cache.blocks = session.request.blocks
+        cache.blocks, session.applied_step_id = session.request.blocks, control.step_id
         if session.state is SessionState.STANDBY:
             note_unsent(session.unsent_before, cache.store, layers, copy)
         if control.is_last:

@@ -301,7 +301,7 @@ class HandoverSender:
             session.apply(SessionEvent.LAST_PART_READ)
         frame = pb.HandoverTokens(
             session_id=request.session_id, epoch=request.epoch, position=start, num_tokens=num_tokens,
-            is_last=is_last, is_idle=session.is_idle, has_states=has_states,
+            is_last=is_last, is_idle=session.is_idle, has_states=has_states, step_id=session.applied_step_id,
         )  # fmt: skip
         return frame, finish
 

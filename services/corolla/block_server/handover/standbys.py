@@ -115,9 +115,11 @@ class Standbys:
             self.neighbours.look_again(lambda _: self.sender.engine.between_iterations(again))
             return
         progress = HandoverProgress()
-        progress.begin(control.num_tokens)
+        # A step that took tokens back may have come here before this frame.
+        num_held = control.num_tokens if session.rewound_step_id <= control.step_id else 0
+        progress.begin(num_held)
         # The standby may hold the beginning of a prompt that is not computed here yet.
-        session.cache.num_unchanged_tokens = control.num_tokens
+        session.cache.num_unchanged_tokens = num_held
         task = self.tasks.start(self._keep(session, session.version, control, progress), "copy to a standby")
         self._by_session[control.session_id] = _Standby(session.version, address, control.transfer_id, progress, task)
 
