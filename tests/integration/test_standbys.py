@@ -230,7 +230,14 @@ async def test_windows_latents_and_states_are_copied(tmp_path: Path, family: str
     model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": CONTEXT_LENGTH})
     async with swarm_of(tmp_path, model) as swarm:
         expected = await undisturbed(swarm)
-        answering, running, _ = await begin(swarm, hop)
+        answering, running, standby = await begin(swarm, hop)
+
+        async def has_data() -> bool:
+            """States come more seldom than tokens, and some families have nothing else."""
+            port = standby.metrics_port
+            return answering.done() or await sample(port, "corolla_standby_bytes_total", direction="in") > 0
+
+        await until(has_data)
         await swarm.crash(running)
         assert (await answering).token_ids == expected
         assert await num_recomputed(swarm) < NUM_PROMPT_TOKENS

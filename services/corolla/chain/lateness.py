@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _NUM_WAITS: Final = 64
@@ -83,17 +83,19 @@ class Silences:
         return self._num_ticks * TICK_S >= self.patience_s
 
 
-def silent_one(guarded: Iterable[str], servers: Collection[tuple[str, Silences]]) -> str | None:
+def silent_one(guarded: Mapping[str, Silences], servers: Iterable[Silences]) -> str | None:
     """The address of a server that is silent for too long; None if more than a quarter of all are silent at once.
 
     Then this machine or its network is slow, or that of the servers. Servers are counted and not sessions, since one
     frozen server delays half of the sessions if a span has two.
 
     Args:
-        guarded: the addresses of the servers whose standbys can go on.
-        servers: all servers that this process is connected with.
+        guarded: the servers whose standbys can go on, by address.
+        servers: all servers that this process is connected with. They are read only if a guarded one is silent: each
+            late session asks in each tick.
     """
-    if sum(each.is_silent for _, each in servers) > max(1, len(servers) // 4):
+    address = next((address for address, each in guarded.items() if each.is_too_long), None)
+    if address is None:
         return None
-    silent = {address for address, each in servers if each.is_too_long}
-    return next((address for address in guarded if address in silent), None)
+    are_silent = [each.is_silent for each in servers]
+    return address if sum(are_silent) <= max(1, len(are_silent) // 4) else None

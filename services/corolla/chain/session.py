@@ -273,7 +273,7 @@ class ChainSession(OpenSequences):
             return await self._next_round()
         began_s = _now_s()
         await self._hedge()
-        rounds = await self._next_round()
+        rounds = await self._next_round(_now_s() - began_s)
         self._waits.add(_now_s() - began_s)
         return rounds
 
@@ -284,10 +284,14 @@ class ChainSession(OpenSequences):
             return
         while self._budget.may_hedge and _now_s() < until_s and (guarded := self._binding.standbys.guarded(self.chain)):
             self._plane.ask(guarded)
-            if not await stream.is_late(TICK_S):
-                return
-            if (failure := self._plane.late_hop(guarded)) is not None:
-                stream.end(failure)
+            while self._plane.awaits(guarded):
+                if not await stream.is_late(TICK_S):
+                    return
+                if (failure := self._plane.late_hop(guarded)) is not None:
+                    stream.end(failure)
+                    return
+            # The hops answer, so they are only busy.
+            if not await stream.is_late(late_after_s):
                 return
 
     def _begin(self, row: pb.StepRow, *, waits: bool = False) -> None:
@@ -306,11 +310,11 @@ class ChainSession(OpenSequences):
         if self.position > position:
             self._on_pace(self.chain, (_now_s() - first_s) / (self.position - position))
 
-    async def _next_round(self) -> RoundTokens:
+    async def _next_round(self, waited_s: float = 0.0) -> RoundTokens:
         stream = self._tokens
         if stream is None:
             raise InternalError("no ring is running")
-        return await stream.next(self._limits.step_timeout_s)
+        return await stream.next(max(0.0, self._limits.step_timeout_s - waited_s))
 
     def _read(self, sampled: pb.SampledRow, reader: TokenReader) -> int:
         """Hands the reader the chosen tokens until it wants no more. Returns how many tokens it took."""

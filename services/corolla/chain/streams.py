@@ -312,6 +312,10 @@ class DataPlane:
                 server.is_asked = True
                 self._tasks.start(self._listen(server), "silence of a server")
 
+    def awaits(self, addresses: Iterable[str]) -> bool:
+        """One of these servers was asked and has not been heard since."""
+        return any(address in self._servers and self._servers[address].is_asked for address in addresses)
+
     async def _listen(self, server: _Server) -> None:
         asked_s = _now_s()
         with contextlib.suppress(QueueFull):  # a server that reads nothing does not answer either
@@ -326,7 +330,8 @@ class DataPlane:
 
     def late_hop(self, addresses: Iterable[str]) -> HopLate | None:
         """The failure of one of these servers that is silent for too long; None if no single server is to blame."""
-        address = silent_one(addresses, [(name, each.silences) for name, each in self._servers.items()])
+        guarded = {address: self._servers[address].silences for address in addresses if address in self._servers}
+        address = silent_one(guarded, (each.silences for each in self._servers.values()))
         if address is None:
             return None
         failure = HopLate("a hop of the chain is late", address)

@@ -76,4 +76,4 @@ def test_many_silent_servers_tell_of_a_slow_machine(silent_s: dict[str, float], 
     servers = {name: Silences() for name in silent_s}
     for name, seconds in silent_s.items():
         be_silent(servers[name], seconds, ends=False)
-    assert silent_one(["a"], servers.items()) == blamed
+    assert silent_one({"a": servers["a"]}, servers.values()) == blamed
