@@ -4,9 +4,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from corolla.chain.beginnings import STRIDE_TOKENS
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.routes import Routes
 from corolla.chain.streams import DataPlane
@@ -28,7 +29,7 @@ OpenOn = Callable[[common_pb2.Hop, int, bytes], Awaitable[pb.Opened]]
 
 @dataclass(frozen=True, slots=True)
 class Fetches:
-    """Fetches beginnings of texts.
+    """Fetches beginnings of one session's text.
 
     The session is opened on the server that holds the text, which finds the pages in its prefix cache, and on the hop
     as a standby. So the pages come to the hop as tokens come to any standby.
@@ -36,6 +37,8 @@ class Fetches:
 
     routes: Routes
     plane: DataPlane
+    # A server holds one run of blocks of a session, so it gives to one hop.
+    _holders: set[str] = field(init=False, default_factory=set)
 
     async def fetch(
         self,
@@ -55,8 +58,8 @@ class Fetches:
         Returns:
             Whether the hop holds the session, with what has arrived, so that it can be opened there to resume.
         """
-        # A server holds one run of blocks of a session.
-        holder = self.routes.holder_for(hop, [each.server_id for each in chain.hops], held)
+        taken = self._holders.union(each.server_id for each in chain.hops)
+        holder = self.routes.holder_for(hop, taken, held)
         if holder is None:
             return False
         num_held = held[holder.server_id]
@@ -64,6 +67,7 @@ class Fetches:
         num_fast = max(1, self.routes.tokens_in(LEAST_SAVED_S, hop))
         if num_missing < num_fast:
             return False
+        self._holders.add(holder.server_id)
         key = identity.session_id, holder.address
         fetched = self.plane.fetching[key] = asyncio.get_running_loop().create_future()
         is_standby = False
@@ -76,7 +80,8 @@ class Fetches:
                 there = await open_on(holder, num_held, b"")
                 here = await open_on(hop, num_held, transfer_id)
                 is_standby = True
-                if there.num_cached_tokens >= here.num_cached_tokens + num_fast:
+                # A hop does not tell of a standby that gets less than one part of a copy.
+                if there.num_cached_tokens >= here.num_cached_tokens + max(num_fast, STRIDE_TOKENS):
                     named = pb.Standby(
                         session_id=identity.session_id, epoch=identity.epoch, hop=hop, transfer_id=transfer_id,
                         num_tokens=here.num_cached_tokens,
@@ -90,6 +95,6 @@ class Fetches:
             is_standby = False
             raise
         finally:
-            del self.plane.fetching[key]
+            self.plane.fetching.pop(key, None)
             self.plane.close_session([holder] if is_standby else [holder, hop], identity)
         return is_standby

@@ -1,0 +1,72 @@
+"""Beginnings of texts that hops fetch. The test replaces the search for servers and the streams to them."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+import pytest
+
+from corolla.chain.fetches import Fetches
+from corolla.chain.identity import SessionIdentity
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+
+IDENTITY = SessionIdentity(bytes(16), 1, "tenant")
+HELD = {"holds all": 1000, "holds some": 600}
+
+
+def a_hop(name: str, start: int, end: int) -> common_pb2.Hop:
+    return common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=end))
+
+
+CHAIN = common_pb2.Chain(hops=[a_hop("a", 0, 10), a_hop("b", 10, 20)])
+
+
+class Routes:
+    """Servers of all blocks hold a text; hops compute 500 tokens in the time that is worth a fetch."""
+
+    def holder_for(
+        self, hop: common_pb2.Hop, excluded: Collection[str], held: Mapping[str, int]
+    ) -> common_pb2.Hop | None:
+        name = max(set(held).difference(excluded), key=held.__getitem__, default=None)
+        return None if name is None else a_hop(name, hop.span.start, hop.span.end)
+
+    def tokens_in(self, _seconds: float, _hop: common_pb2.Hop) -> int:
+        return 500
+
+
+class Plane:
+    """Servers that copy a session at once, or never."""
+
+    def __init__(self, *, copies: bool = True) -> None:
+        self.copies = copies
+        self.fetching: dict[tuple[bytes, str], asyncio.Future[None]] = {}
+        self.named = list[tuple[str, str]]()
+        self.closed = list[str]()
+
+    async def connect(self, _address: str) -> pb.Welcome:
+        await asyncio.sleep(0)
+        return pb.Welcome(takes_standbys=True)
+
+    def notify(self, address: str, control: pb.Standby) -> None:
+        self.named.append((address, control.hop.server_id))
+        if self.copies:
+            self.fetching[control.session_id, address].set_result(None)
+
+    def close_session(self, hops: Sequence[common_pb2.Hop], _identity: SessionIdentity) -> None:
+        self.closed += [hop.server_id for hop in hops]
+
+
+async def open_on(server: common_pb2.Hop, _num_tokens: int, _transfer_id: bytes) -> pb.Opened:
+    await asyncio.sleep(0)
+    return pb.Opened(num_cached_tokens=HELD.get(server.server_id, 0))
+
+
+@pytest.mark.parametrize("held, fetched", [({"holds all": 1000}, [True, False]), (HELD, [True, True])])
+async def test_a_server_gives_to_one_hop_of_a_session(held: Mapping[str, int], fetched: list[bool]) -> None:
+    routes, plane = Routes(), Plane()
+    fetches = Fetches(routes, plane)  # type: ignore[arg-type]
+    have_some = await asyncio.gather(*(fetches.fetch(hop, CHAIN, IDENTITY, held, open_on) for hop in CHAIN.hops))
+    assert have_some == fetched
+    assert plane.named == list(zip([f"{name}:1" for name in held], "ab", strict=False))
+    assert plane.closed == list(held)
+    assert not plane.fetching
