@@ -135,7 +135,7 @@ class OpenOptions:
         keeps_outputs: whether hops keep what they send on, in case the next hop is lost.
         write_start: the sessions write to no position of their texts before this one, unless `Reservations.own` opens
             them again. So hops need no pages for what they share before it.
-        fetched: hops to which the beginnings of the texts were copied.
+        fetched: hops to which the beginnings of the texts were copied just now; no later open resumes there.
         trace: the request's trace context, as headers; empty where the request is not traced.
     """
 
@@ -467,7 +467,8 @@ class Reservations:
         return ChainBinding(
             tuple(identities),
             chain,
-            open_options,
+            # What is fetched counts once: a server that comes back is empty, or holds tokens that were taken back.
+            replace(open_options, fetched=()),
             max_step_tokens=min(max_tokens for on_hop in opened for _, max_tokens in on_hop),
             open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
             standbys=StandbyHops(num_placed=self._num_placed),

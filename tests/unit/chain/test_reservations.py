@@ -144,6 +144,25 @@ async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: 
     assert plane.taken_back == ["a:1"]
 
 
+async def test_what_was_fetched_is_resumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hop that comes back later is fresh, or holds drafts that were taken back meanwhile."""
+    resumed = list[bool]()
+
+    class Plane(BusyPlane):
+        async def open(self, _address: str, request: pb.Open, _payload: Any) -> tuple[pb.Opened, int]:
+            resumed.append(request.resume)
+            return pb.Opened(), 8
+
+    async def fetch(*_args: Any) -> list[common_pb2.Hop]:
+        return list(CHAIN.hops)
+
+    monkeypatch.setattr(Reservations, "_fetch", fetch)
+    opening = reservations_on(Plane(0), 1.0)
+    binding = await opening.reserve([IDENTITY], OpenOptions(max_tokens=90, transient=True, texts=[range(80)]))
+    await opening.open([IDENTITY.in_next_epoch()], binding.open_options, CHAIN)
+    assert resumed == [True, False]
+
+
 def test_only_servers_that_share_pages_count_as_holders_of_texts() -> None:
     """A server without a prefix cache, or whose sessions have recurrent states, holds a text for its session only."""
     hops = [common_pb2.Hop(server_id=name, address=name) for name in ("shares", "does not")]
