@@ -18,7 +18,7 @@ class StandbyHop:
     Attributes:
         hop: the server, with the blocks of the hop that copies.
         is_named: whether the hop that copies knows it in the sessions' present epoch.
-        is_filled: whether it has held all settled tokens once; since then it lacks few.
+        is_filled: whether it has held all settled tokens once, but for fewer than one part; it lacks few.
         num_trusted: for each session, by id, tokens from this position on may differ from the session's: the hops were
             opened again since, and compute them anew. None: all tokens count.
     """

@@ -164,7 +164,7 @@ class Standbys:
         self._reservations.give_back(binding.identities, [standby])
 
     def _on_word(self, session_id: bytes, address: str, num_tokens: int) -> None:
-        """Takes a hop's word that its standby holds what is settled of a session, or has lost it.
+        """Takes a hop's word that its standby holds nearly all that is settled of a session, or has lost it.
 
         In the second case, or if the hop cannot copy it, the session gets another standby soon.
         """

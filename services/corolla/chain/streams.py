@@ -75,7 +75,7 @@ class DataPlane:
     Attributes:
         newest_step_id: the greatest id of a step so far; opens are numbered with the steps.
         on_standby: is called with the id of a session, the address of a hop, and how many tokens the hop's standby
-            holds, once these are all settled ones; 0: the hop has no standby for the session now.
+            holds, once it lacks few settled ones; 0: the hop has no standby for the session now.
         fetching: what waits until a server has copied a session elsewhere, by the session's id and the server's
             address; see `chain/fetches`.
     """

@@ -151,7 +151,7 @@ class Standbys:
                     num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
                     num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
                     if num_settled < num_sent + part_tokens(num_settled, self.least_tokens):
-                        if num_settled and not has_answered:
+                        if num_sent and not has_answered:
                             self._tell(session, num_sent)
                             has_answered = True
                         await asyncio.sleep(_LOOK_INTERVAL_S * (1 + len(self._by_session) // _SESSIONS_PER_INTERVAL))

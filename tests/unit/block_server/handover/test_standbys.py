@@ -1,0 +1,58 @@
+"""What a hop tells a client of a standby. The test replaces streams, sessions and copies."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import Counter
+
+from corolla.block_server.handover import standbys
+from corolla.block_server.handover.standbys import Standbys
+from corolla.block_server.hop_session import SessionState
+from corolla.chassis.tasks import TaskGroup
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import common_pb2
+from corolla.wire.stream import Connect
+
+
+async def test_a_standby_without_any_token_of_a_short_text_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "_LOOK_INTERVAL_S", 0.0)
+    told, num_looks = list[int](), 0
+    session: Any = SimpleNamespace(
+        request=SimpleNamespace(session_id=b"s" * 16, epoch=1, client_id=b"c" * 16),
+        cache=SimpleNamespace(num_tokens=7, num_unchanged_tokens=0),
+        version=1, state=SessionState.RUNNING, num_settled_tokens=7, rewound_step_id=0,
+    )  # fmt: skip
+
+    def in_version(_session_id: bytes, _version: int) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            session.cache.num_tokens = session.num_settled_tokens = 16
+        if num_looks == 6:
+            session.state = SessionState.PARKED
+        return session
+
+    async def copy_settled(_session: Any, _transfer_id: bytes, progress: Any, _link: Any) -> int:
+        assert told == []
+        progress.begin(16)
+        session.cache.num_unchanged_tokens = 16
+        return 1
+
+    peer = SimpleNamespace(send=lambda standby: told.append(standby.num_tokens))
+    ended = asyncio.get_running_loop().create_future()
+    stream = SimpleNamespace(ended=ended, send=lambda *_frame: None, close=lambda: ended.set_result(None))
+    sessions: Any = SimpleNamespace(get=lambda _session_id: session, in_version=in_version, is_draining=False)
+    sender: Any = SimpleNamespace(copy_settled=copy_settled)
+    neighbours: Any = SimpleNamespace(has_address=lambda _address: True)
+    peers: Any = {session.request.client_id: peer}
+    metrics: Any = SimpleNamespace(standbys=SimpleNamespace(bytes=Counter("copied", "", ["direction"], registry=None)))
+    tasks, connect = TaskGroup(), cast(Connect, lambda *_to: stream)
+    covering = Standbys(sessions, sender, peers, neighbours, connect, "weights", tasks, metrics)
+    hop = common_pb2.Hop(address="x:1")
+    covering.name(pb.Standby(session_id=b"s" * 16, epoch=1, hop=hop, transfer_id=b"t" * 16))
+    async with asyncio.timeout(60):
+        await ended
+    await tasks.close()
+    assert told == [16]
