@@ -83,7 +83,7 @@ class FrameChecks:
         text = self._text(control, request.blocks)
         return replace(
             request, resume=control.resume, text=text, stream=peer.number, trace=_trace(control, peer),
-            standby_transfer_id=transfer_id, write_start=control.write_start,
+            standby_transfer_id=transfer_id, write_start=control.write_start, only_cached=control.only_cached,
         )  # fmt: skip
 
     def standby(self, control: pb.Standby) -> None:

@@ -152,6 +152,7 @@ class OpenRequest:
         long_factors: whether all held tokens use the long factors of a longrope embedding, not the short ones.
         standby_transfer_id: the transfer id of the tokens that fill the session, if this server is only a standby.
         write_start: the session writes to no position before this one until it is opened again.
+        only_cached: whether the session holds just what the prefix cache has of its text, and takes no steps.
     """
 
     session_id: bytes
@@ -177,6 +178,7 @@ class OpenRequest:
     long_factors: bool = False
     standby_transfer_id: bytes = b""
     write_start: int = 0
+    only_cached: bool = False
 
     def agrees_with(self, other: "OpenRequest") -> bool:
         """The tokens that were computed under one request are valid under the other."""

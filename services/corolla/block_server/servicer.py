@@ -219,7 +219,7 @@ class BlockServicer:
             # The present iteration may take long. If the session will not even fit after the iteration has released
             # pages, the open is refused at once.
             max_released_pages = self.engine.max_released_pages
-            if max_released_pages is not None and not request.standby_transfer_id:
+            if max_released_pages is not None and not (request.standby_transfer_id or request.only_cached):
                 self.sessions.check_room(request, max_released_pages)
 
             def open_soon(sampler: SessionSampler | None = None) -> None:

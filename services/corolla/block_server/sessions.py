@@ -150,6 +150,10 @@ class SessionTable(Generic[AnyCache]):
             HopSessionLost, StaleEpoch: see `HopSession.check_open`.
             OutOfPages: the worst case, or the trained prompts, do not fit. A session that was held stays as it was.
         """
+        if request.only_cached:
+            # No conversation is evicted for tokens that are not here.
+            found = self.new_cache().num_found_tokens(request.text, request.max_tokens)
+            request = replace(request, max_tokens=found)
         return self._begin(request, SessionEvent.OPENED, now_s)
 
     def _begin(self, request: OpenRequest, event: SessionEvent, now_s: float) -> HopSession[AnyCache]:

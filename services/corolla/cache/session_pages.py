@@ -203,6 +203,10 @@ class SessionPages:
             for table, pages in zip(self.tables, cached, strict=True):
                 table.hold_cached(table.num_passed_pages(num_matched), pages, self.write_start // page_tokens)
 
+    def num_found_tokens(self, text: ExpectedText | None, max_tokens: int) -> int:
+        """How many tokens of the text an empty session would get from the prefix cache."""
+        return 0 if text is None else self._cached(text, max_tokens)[0] * self.pool.page_tokens
+
     def _cached(self, text: ExpectedText, max_tokens: int) -> tuple[int, list[list[int]]]:
         """How many whole pages of the text the prefix cache has, and those that each group needs of them."""
         found = self._found(text.salt, self._hashes_to_find(text, max_tokens))

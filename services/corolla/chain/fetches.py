@@ -47,13 +47,15 @@ class Fetches:
         identity: SessionIdentity,
         held: Mapping[str, int],
         open_on: OpenOn,
+        until_s: float,
     ) -> bool:
         """Fetches what another server holds of a session's text, if that saves the hop much time.
 
-        What arrives after `_PATIENCE`, or once the other server is lost, does not count.
+        What arrives after `_PATIENCE` or `until_s`, or once the other server is lost, does not count.
 
         Args:
             held: how many of the text's first tokens servers may hold, by id.
+            until_s: when the request ends, by the event loop's clock.
 
         Returns:
             Whether the hop holds the session, with what has arrived, so that it can be opened there to resume.
@@ -69,10 +71,12 @@ class Fetches:
             return False
         self._holders.add(holder.server_id)
         key = identity.session_id, holder.address
-        fetched = self.plane.fetching[key] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        until_s = min(until_s, loop.time() + _PATIENCE * LEAST_SAVED_S * num_missing / num_fast)
+        fetched = self.plane.fetching[key] = loop.create_future()
         is_standby = False
         try:
-            async with asyncio.timeout(_PATIENCE * LEAST_SAVED_S * num_missing / num_fast):
+            async with asyncio.timeout_at(until_s):
                 for server in (holder, hop):
                     if not (await self.plane.connect(server.address)).takes_standbys:
                         return False

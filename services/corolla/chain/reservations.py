@@ -378,7 +378,7 @@ class Reservations:
                 # A hop may have opened the sessions although its answer was lost. A new connection lets that be undone.
                 await asyncio.gather(*(self.plane.connect(hop.address) for hop in chain.hops), return_exceptions=True)
                 self._undo(identities, open_options, chain)
-            fetched = await self._fetch(identities, open_options, chain, held)
+            fetched = await self._fetch(identities, open_options, chain, held, until_s)
             try:
                 return await self._open_evenly(identities, replace(open_options, fetched=fetched), chain)
             except NotOpened as refused:
@@ -409,6 +409,7 @@ class Reservations:
         open_options: OpenOptions,
         chain: common_pb2.Chain,
         held: Mapping[str, int],
+        until_s: float,
     ) -> list[common_pb2.Hop]:
         """Copies what other servers hold of a session's text to the hops of a chain. Returns those that got some."""
         if len(identities) > 1 or not held or open_options.recorded_chain is not None or chain.mixes_numerics:
@@ -427,13 +428,13 @@ class Reservations:
                 digests = hop_texts(chain, known, options.cache_salt, self.limits)[hop.server_id]
                 (opened,) = await self._open_on(
                     server, identities, options, [digests], keep_activations=False, samples=False,
-                    transfer_ids=transfer_ids,
+                    transfer_ids=transfer_ids, only_cached=not transfer_id,
                 )  # fmt: skip
                 if isinstance(opened, BaseException):
                     raise opened
                 return opened[0]
 
-            return await fetches.fetch(hop, chain, identities[0], held, open_on)
+            return await fetches.fetch(hop, chain, identities[0], held, open_on, until_s)
 
         have_some = await asyncio.gather(*map(fetch, chain.hops))
         return [hop for hop, has_some in zip(chain.hops, have_some, strict=True) if has_some]
@@ -676,6 +677,7 @@ class Reservations:
         keep_activations: bool,
         samples: bool,
         transfer_ids: Sequence[bytes] = (),
+        only_cached: bool = False,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
         # Prompts may be large, so the send queue holds those of only one session at a time.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
@@ -697,6 +699,7 @@ class Reservations:
                     keep_activations=keep_activations,
                     long_factors=open_options.long_factors,
                     standby_transfer_id=transfer_ids[number] if transfer_ids else b"",
+                    only_cached=only_cached,
                 )
                 if open_options.adapter is not None:
                     request.adapter.CopyFrom(open_options.adapter.to_message())

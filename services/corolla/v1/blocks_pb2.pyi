@@ -376,6 +376,7 @@ class Open(_message.Message):
     LONG_FACTORS_FIELD_NUMBER: _builtins.int
     STANDBY_TRANSFER_ID_FIELD_NUMBER: _builtins.int
     WRITE_START_FIELD_NUMBER: _builtins.int
+    ONLY_CACHED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """The number of this request, which its answer carries, too."""
     session_id: _builtins.bytes
@@ -406,6 +407,10 @@ class Open(_message.Message):
     write_start: _builtins.int
     """The session writes to no position before this one until it is opened again, so it needs no pages of its own for the
     whole pages of `text` before it that other sessions hold, too. 0: it may write everywhere.
+    """
+    only_cached: _builtins.bool
+    """The session is opened only for what the server has cached of `text`, to be copied elsewhere: it takes no steps, and
+    no pages are reserved beyond that.
     """
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan:
@@ -461,10 +466,11 @@ class Open(_message.Message):
         long_factors: _builtins.bool = ...,
         standby_transfer_id: _builtins.bytes = ...,
         write_start: _builtins.int = ...,
+        only_cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "sampler", b"sampler", "text", b"text", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "standby_transfer_id", b"standby_transfer_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient", "write_start", b"write_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "only_cached", b"only_cached", "request_id", b"request_id", "resume", b"resume", "sampler", b"sampler", "session_id", b"session_id", "standby_transfer_id", b"standby_transfer_id", "tenant", b"tenant", "text", b"text", "trace", b"trace", "transient", b"transient", "write_start", b"write_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,8 +1339,8 @@ Global___Holds: _TypeAlias = Holds  # noqa: Y015
 @_typing.final
 class Standby(_message.Message):
     """Names the standby of a session: from now on, the hop copies the session's settled tokens there. Tokens are settled
-    that the answer keeps, whatever becomes of drafts. A hop sends it to the client, without a standby, when the standby
-    holds all settled tokens for the first time, and once the standby has lost the session.
+    that the answer keeps, whatever becomes of drafts. A hop sends it to the client, without a standby, when for the first
+    time the standby holds the settled tokens but for fewer than one part of a copy, and once it has lost the session.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -619,6 +619,25 @@ def test_standbys_take_half_of_the_pages_together() -> None:
     assert (first.num_pages, second.num_pages) == (1, half - 1)
 
 
+def test_a_session_that_only_reads_evicts_nobody_for_what_is_not_here() -> None:
+    table, text = a_table(), ExpectedText(b"t", HASHES, 6 * PAGE_TOKENS + 1)
+    first = table.open(a_request(b"f", text=text), 0.0)
+    step(table, first.request, 0, 8)
+    table.end(b"f", 1)
+    idle = a_request(b"idle", max_tokens=(NUM_PAGES - 2) * PAGE_TOKENS)
+    table.open(idle, 0.0)
+    step(table, idle, 0, idle.max_tokens)
+    table.truncate(b"idle", 1, idle.max_tokens, idle=True)
+    asked = a_request(text=text, max_tokens=text.num_tokens, write_start=text.num_tokens, only_cached=True)
+    held = table.open(asked, 0.0)
+    assert (held.cache.num_tokens, held.num_settled_tokens, table.num_evicted) == (8, 8, 0)
+    with pytest.raises(OutOfPages):
+        step(table, asked, 8, 1)
+    assert table.open(replace(asked, session_id=b"g", text=None, write_start=0), 0.0).num_pages == 0
+    table.open(replace(asked, session_id=b"h", only_cached=False), 0.0)
+    assert table.num_evicted == 1
+
+
 @pytest.mark.parametrize("unsent, num_tokens", [(0, 12), (4, 12), (10, 0), (20, 0)])
 def test_a_standby_without_what_a_window_sees_holds_nothing(unsent: int, num_tokens: int) -> None:
     pool = PagePool(16, PAGE_TOKENS)

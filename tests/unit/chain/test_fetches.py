@@ -1,7 +1,9 @@
 """Beginnings of texts that hops fetch. The test replaces the search for servers and the streams to them."""
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -63,10 +65,24 @@ async def open_on(server: common_pb2.Hop, _num_tokens: int, _transfer_id: bytes)
 
 @pytest.mark.parametrize("held, fetched", [({"holds all": 1000}, [True, False]), (HELD, [True, True])])
 async def test_a_server_gives_to_one_hop_of_a_session(held: Mapping[str, int], fetched: list[bool]) -> None:
-    routes, plane = Routes(), Plane()
-    fetches = Fetches(routes, plane)  # type: ignore[arg-type]
-    have_some = await asyncio.gather(*(fetches.fetch(hop, CHAIN, IDENTITY, held, open_on) for hop in CHAIN.hops))
+    routes: Any = Routes()
+    plane: Any = Plane()
+    fetches = Fetches(routes, plane)
+    have_some = await asyncio.gather(
+        *(fetches.fetch(hop, CHAIN, IDENTITY, held, open_on, math.inf) for hop in CHAIN.hops)
+    )
     assert have_some == fetched
     assert plane.named == list(zip([f"{name}:1" for name in held], "ab", strict=False))
     assert plane.closed == list(held)
+    assert not plane.fetching
+
+
+async def test_a_fetch_ends_with_its_request() -> None:
+    routes: Any = Routes()
+    plane: Any = Plane(copies=False)
+    until_s = asyncio.get_running_loop().time() + 0.02
+    fetching = Fetches(routes, plane).fetch(CHAIN.hops[0], CHAIN, IDENTITY, {"holds all": 10**9}, open_on, until_s)
+    async with asyncio.timeout(60):
+        await fetching
+    assert plane.closed[0] == "holds all"
     assert not plane.fetching
