@@ -1,7 +1,9 @@
 """The issuer signs for machines with a token and for known keys; strangers, thieves and impostors get nothing."""
 
 import asyncio
+import errno
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,28 @@ from corolla.chassis.errors import (
     QueueFull,
     ServiceUnavailable,
     StartupError,
+    StoreUnavailable,
     Unauthenticated,
 )
 from corolla.chassis.settings import load
-from corolla.issuer.attempts import MOST_REFUSALS
+from corolla.issuer.attempts import MOST_REFUSALS, Attempts
+from corolla.issuer.register import Register
 from corolla.issuer.register_file import RegisterFile
 from corolla.issuer.service import IssuerProcess
+from corolla.issuer.servicer import IssuerServicer
 from corolla.issuer.settings import IssuerSettings
 from corolla.local.issuer_client import IssuerClient
 from corolla.local.membership import Membership
 from corolla.sdk.transport import error_of
+from corolla.trust.authority import Authority
 from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
-from corolla.trust.credentials import CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE, workload_of_certificate
+from corolla.trust.credentials import (
+    AUTHORITY_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    REVOCATIONS_FILE,
+    workload_of_certificate,
+)
 from corolla.trust.enrolment import enrolment_request
 from corolla.trust.join_token import JoinToken
 from corolla.trust.workload import Role, Workload
@@ -203,17 +215,118 @@ async def test_a_flood_of_tries_is_turned_away_before_work(place: Place) -> None
     assert place.file.register().machines == []
 
 
+async def test_false_signatures_and_callers_that_leave_count_as_refused_and_fill_no_log(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    authority = place.file.authority
+    false = enrolment_request(new_key(), bytes(32), place.file.new_token().written)
+    assert isinstance(await outcome(place, false), InvalidRequest)
+    runs, goes_on, all_wait = threading.Event(), threading.Event(), asyncio.Event()
+    load, begin, begun = RegisterFile.register, Attempts.begin, []
+
+    def noted(attempts: Attempts, address: str, now_s: float) -> None:
+        begin(attempts, address, now_s)
+        begun.append(address)
+        if len(begun) == MOST_REFUSALS - 1:
+            all_wait.set()
+
+    def slow(file: RegisterFile) -> Register:
+        runs.set()
+        goes_on.wait(10)
+        return load(file)
+
+    monkeypatch.setattr(Attempts, "begin", noted)
+    monkeypatch.setattr(RegisterFile, "register", slow)
+    async with grpc.aio.secure_channel(
+        place.address, grpc.ssl_channel_credentials(authority.certificate_pem)
+    ) as channel:
+        stub = IssuerServiceStub(channel)
+        calls = [stub.Enrol(false, timeout=10) for _ in range(MOST_REFUSALS - 1)]
+        await asyncio.to_thread(runs.wait, 10)
+        # All of them wait behind the first one, whose thread does not end with its caller.
+        await asyncio.wait_for(all_wait.wait(), 10)
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert "INVALID_REQUEST" in outcomes(caplog)
+        for _ in range(3):
+            assert isinstance(await outcome(place, false), QueueFull)
+        goes_on.set()
+    assert "QUEUE_FULL" not in outcomes(caplog)
+
+
+def outcomes(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """The outcomes that the audit log has."""
+    return {getattr(each, "outcome", "") for each in caplog.records}
+
+
 @pytest.mark.parametrize("role", [Role.BLOCK, Role.ROUTER, Role.CLIENT, Role.OPERATOR])
 async def test_nothing_else_of_the_stack_plays_the_issuer(tmp_path: Path, role: Role) -> None:
     impostor = Place(tmp_path, role)
     await impostor.process.start()
     try:
         token = impostor.file.new_token()
-        with pytest.raises(StartupError, match="nothing was sent"):
+        with pytest.raises(ServiceUnavailable, match="nothing was sent"):
             await asyncio.to_thread(impostor.membership().enrol, token)
         assert [each.uses for each in impostor.file.register().tokens] == [16]
     finally:
         await impostor.process.stop()
+
+
+@pytest.mark.parametrize("is_own_first", [False, True])
+async def test_an_authority_that_is_sent_along_is_not_trusted(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own_first: bool
+) -> None:
+    """The authority's certificate is public, so an impostor can send it, together with one of its own."""
+    file = RegisterFile(tmp_path / "impostor" / "state")
+    both = [place.file.authority.certificate_pem, file.authority.certificate_pem]
+
+    async def both_authorities(*_: object) -> pb.GetTrustResponse:
+        return pb.GetTrustResponse(authority=b"".join(reversed(both) if is_own_first else both))
+
+    token = place.file.new_token()
+    monkeypatch.setattr(IssuerServicer, "GetTrust", both_authorities)
+    impostor = Place(tmp_path / "impostor")
+    await impostor.process.start()
+    try:
+        machine = impostor.membership()
+        with pytest.raises(StartupError, match="another stack"):
+            await asyncio.to_thread(machine.enrol, token)
+        assert list(machine.folder.iterdir()) == []
+    finally:
+        await impostor.process.stop()
+
+
+async def test_a_revocation_list_counts_only_if_the_authority_signed_it(place: Place) -> None:
+    machine = place.membership()
+    await asyncio.to_thread(machine.enrol, place.file.new_token())
+    own = (machine.folder / REVOCATIONS_FILE).read_bytes()
+    (place.state / REVOCATIONS_FILE).write_bytes(Authority().revocations([]))
+    with pytest.raises(ServiceUnavailable, match="has not signed"):
+        await asyncio.to_thread(machine.follow, 0.0)
+    assert (machine.folder / REVOCATIONS_FILE).read_bytes() == own
+
+
+async def test_a_machine_outlives_a_full_disk_and_says_when_the_stack_is_another(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = place.membership()
+    certificate = (await asyncio.to_thread(machine.enrol, place.file.new_token())).certificate
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("corolla.local.membership.write_private", full)
+        with pytest.raises(StoreUnavailable, match="No space left"):
+            await asyncio.to_thread(machine.follow, 4e9)
+    await asyncio.to_thread(machine.follow, 4e9)
+    assert (machine.folder / CERTIFICATE_FILE).read_bytes() == certificate
+    machine.close()
+    (machine.folder / AUTHORITY_FILE).write_bytes(Authority().certificate_pem)
+    with pytest.raises(StartupError, match="another stack"):
+        await asyncio.to_thread(machine.follow, 0.0)
 
 
 async def test_a_token_goes_to_no_issuer_of_another_stack(place: Place, tmp_path: Path) -> None:

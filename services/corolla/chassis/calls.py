@@ -96,6 +96,7 @@ class Call(Generic[Who]):
         started_s: The time at which the call began, by `time.perf_counter`.
         note: What the protocol wants to find again with a turn that the call makes; at most a few KiB.
         held: Counts the bytes of the call's request and reply.
+        is_recorded: Whether the audit log may record the call's failure; a flood that is turned away is only counted.
     """
 
     def __init__(self, method: str, context: Context, caller: Who) -> None:
@@ -106,6 +107,7 @@ class Call(Generic[Who]):
         self.started_s = time.perf_counter()
         self.note = b""
         self.held: Holding = UNCOUNTED
+        self.is_recorded = True
         self._described: list[Callable[[], Mapping[str, Any]]] = []
 
     def describe(self, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -205,7 +207,7 @@ class Guard:
         self.metrics.done(self.method, error, seconds, fault)
         if not isinstance(error, errors.CallerStalled):  # `stalled` has counted it
             self.metrics.error(error.reason)
-        if self.is_audited or error.code in _DENIALS:
+        if call.is_recorded and (self.is_audited or error.code in _DENIALS):
             call.write(error.reason, seconds)
         return error
 

@@ -350,7 +350,7 @@ class ServiceUnavailable(CorollaError, code=StatusCode.UNAVAILABLE, retry_after_
 
 
 class StoreUnavailable(CorollaError, code=StatusCode.UNAVAILABLE, retry_after_s=1.0):
-    """Redis does not answer, or refuses to write."""
+    """Redis does not answer, or refuses to write; or a folder with a stack's state does, such as on a full disk."""
 
 
 class DeadlineExceeded(CorollaError, code=StatusCode.DEADLINE_EXCEEDED):

@@ -11,27 +11,33 @@ _MOST_ADDRESSES: Final = 4096
 
 
 class Attempts:
-    """Counts refused enrolments by address, in windows of a minute. Of too many addresses, the oldest are forgotten."""
+    """Counts enrolments by address that were refused or still run, in windows of a minute.
+
+    Of too many addresses, the oldest are forgotten.
+    """
 
     def __init__(self) -> None:
-        self._refused: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._counted: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._refused)
+        return len(self._counted)
 
-    def check(self, address: str, now_s: float) -> None:
-        """Raises QueueFull while an address has been refused too often."""
-        began_s, number = self._refused.get(address, (now_s, 0))
-        if number >= MOST_REFUSALS and now_s < began_s + WINDOW_S:
+    def begin(self, address: str, now_s: float) -> None:
+        """Counts an enrolment. Raises QueueFull while too many of the address count."""
+        began_s, number = self._counted.get(address, (now_s, 0))
+        if now_s >= began_s + WINDOW_S:
+            began_s, number = now_s, 0
+        if number >= MOST_REFUSALS:
             raise QueueFull(
                 "too many enrolments from this address were refused", retry_after_s=began_s + WINDOW_S - now_s
             )
+        self._counted[address] = (began_s, number + 1)
+        self._counted.move_to_end(address)
+        if len(self._counted) > _MOST_ADDRESSES:
+            self._counted.popitem(last=False)
 
-    def refused(self, address: str, now_s: float) -> None:
-        """Counts a refusal."""
-        began_s, number = self._refused.pop(address, (now_s, 0))
-        if now_s >= began_s + WINDOW_S:
-            began_s, number = now_s, 0
-        self._refused[address] = (began_s, number + 1)
-        if len(self._refused) > _MOST_ADDRESSES:
-            self._refused.popitem(last=False)
+    def take_back(self, address: str) -> None:
+        """Counts an enrolment no longer, since it was not refused."""
+        began_s, number = self._counted.pop(address, (0.0, 0))
+        if number > 1:
+            self._counted[address] = (began_s, number - 1)

@@ -72,6 +72,10 @@ class MachineRecord(BaseModel):
         """The newest certificate has more than half of its life left, so the machine needs no other one."""
         return bool(self.certificates) and self.certificates[-1][1] - now > CERTIFICATE_LIFETIME_S // 2
 
+    def is_gone(self, now: int) -> bool:
+        """Its last certificate ended so long ago that the machine needs a token again."""
+        return bool(self.certificates) and self.certificates[-1][1] + _KEPT_S <= now
+
     def signed(self, serial_number: int, ends: int, certificate: str, now: int) -> None:
         """Notes a new certificate. Raises QueueFull if too many have not ended."""
         left = [each for each in self.certificates if each[1] > now]
@@ -120,12 +124,12 @@ class Register:
             id=token.id, sha256=token.sha256, role=role, tenant=tenant, expires=expires, uses=uses
         )
 
-    def known(self, public_key: bytes) -> MachineRecord | None:
-        """Returns the machine that joined with this key. Raises Unauthenticated if it was revoked."""
+    def known(self, public_key: bytes, now: int) -> MachineRecord | None:
+        """Returns the machine that joined with this key and is not gone. Raises Unauthenticated if it was revoked."""
         machine = self._machines.get(digest_of(public_key))
         if machine is not None and machine.revoked:
             raise Unauthenticated(f"this machine ({machine.id}) was revoked; join again with a new token and key")
-        return machine
+        return None if machine is None or machine.is_gone(now) else machine
 
     def accept(self, public_key: bytes, token: JoinToken, machine_id: str, now: int) -> MachineRecord:
         """Spends a use of the token, and returns the machine that joins by it; a key that is known costs no use.
@@ -138,7 +142,7 @@ class Register:
             QueueFull: There are too many machines.
         """
         record = self.checked(token, now)
-        if (machine := self.known(public_key)) is not None:
+        if (machine := self.known(public_key, now)) is not None:
             return machine
         if not record.uses:
             raise Unauthenticated("all uses of this token are spent; ask for a new one: corolla tokens new")
@@ -193,9 +197,7 @@ class Register:
 
     def _forget_the_gone(self, now: int) -> None:
         self._machines = {
-            key: each
-            for key, each in self._machines.items()
-            if each.certificates and each.certificates[-1][1] + _KEPT_S > now
+            key: each for key, each in self._machines.items() if each.certificates and not each.is_gone(now)
         }
 
 

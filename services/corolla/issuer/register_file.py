@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from cryptography import x509
 from pydantic import BaseModel, ValidationError
 
 from corolla.chassis.errors import StartupError
 from corolla.chassis.private_files import changing, write_private
 from corolla.issuer.register import (
+    CERTIFICATE_LIFETIME_S,
     DEFAULT_USES,
     TOKEN_LIFETIME_S,
     MachineRecord,
@@ -23,6 +25,7 @@ from corolla.issuer.register import (
     TokenRecord,
 )
 from corolla.trust.authority import Authority
+from corolla.trust.certificate_verifier import signed_list
 from corolla.trust.credentials import REVOCATIONS_FILE
 from corolla.trust.join_token import SECRET_BYTES, JoinToken
 from corolla.trust.workload import Role
@@ -72,15 +75,15 @@ class RegisterFile:
         Raises:
             StartupError: The files cannot be read or written.
         """
-        try:
-            with changing(self._path):
-                register = self._load() if self._path.exists() else Register()
-                yield register
-                write_private(self._path, self._written(register))
-                numbers = register.revoked_numbers(int(time.time()))
-                write_private(self._revocations, self.authority.revocations(numbers))
-        except OSError as failure:
-            raise StartupError(f"cannot write {self._path.parent}: {failure.strerror}") from None
+        with self._locked() as register:
+            yield register
+            write_private(self._path, self._written(register))
+            self._write_revocations(register)
+
+    def write_revocations(self) -> None:
+        """Writes the revocation list anew, since the last change may have ended before. Raises StartupError."""
+        with self._locked() as register:
+            self._write_revocations(register)
 
     def revocations(self) -> bytes:
         """Returns the revocation list in PEM; empty before the first change of the register."""
@@ -98,6 +101,27 @@ class RegisterFile:
         with self.changing() as register:
             register.add(token, role, tenant, uses, now + lifetime_s, now)
         return token
+
+    @contextmanager
+    def _locked(self) -> Iterator[Register]:
+        try:
+            with changing(self._path):
+                yield self._load() if self._path.exists() else Register()
+        except OSError as failure:
+            raise StartupError(f"cannot write {self._path.parent}: {failure.strerror}") from None
+
+    def _write_revocations(self, register: Register) -> None:
+        now = int(time.time())
+        numbers = set(register.revoked_numbers(now))
+        # A register that is lost or damaged gives no stolen certificate back: what was listed stays listed until the
+        # certificate has surely ended.
+        listed = signed_list(self.revocations(), x509.load_pem_x509_certificate(self.authority.certificate_pem))
+        earlier = [
+            each
+            for each in listed or ()
+            if each.serial_number not in numbers and each.revocation_date_utc.timestamp() + CERTIFICATE_LIFETIME_S > now
+        ]
+        write_private(self._revocations, self.authority.revocations(numbers, earlier))
 
     def _load(self) -> Register:
         try:

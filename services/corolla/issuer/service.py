@@ -39,6 +39,7 @@ class IssuerProcess:
         registry = new_registry()
         rpc_metrics = RpcMetrics(registry)
         file = RegisterFile(settings.authority_dir)
+        file.write_revocations()
         self._certificate = certificate = PublicCertificate(settings.tls_dir)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(registry))
         self._rpc = RpcServer(

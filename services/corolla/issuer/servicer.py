@@ -41,20 +41,16 @@ class IssuerServicer:
 
     async def Enrol(self, request: pb.EnrolRequest, call: Call[Caller]) -> pb.EnrolResponse:
         address = _host(call.context.peer())
-        self._attempts.check(address, time.monotonic())
-        if self._num_waiting >= _MOST_WAITING:
-            raise QueueFull("too many machines enrol at the same time")
-        self._num_waiting += 1
         try:
-            async with self._turns:
-                machine = await asyncio.to_thread(self._enrol, request)
-        except StartupError as failure:
-            raise StoreUnavailable(failure.message) from None
-        except (Unauthenticated, QueueFull):
-            self._attempts.refused(address, time.monotonic())
+            if self._num_waiting >= _MOST_WAITING:
+                raise QueueFull("too many machines enrol at the same time")
+            self._attempts.begin(address, time.monotonic())
+        except QueueFull:
+            call.is_recorded = False  # a flood must not fill the disk
             raise
-        finally:
-            self._num_waiting -= 1
+        self._num_waiting += 1
+        # The work goes on when its caller leaves, so its place and its attempt count until it has ended.
+        machine = await asyncio.shield(self._in_turn(request, address))
         settings = self._settings
         call.describe(lambda: {"workload": str(self._workload(machine)), "machine": machine.id, "token": machine.token})
         return pb.EnrolResponse(
@@ -62,26 +58,38 @@ class IssuerServicer:
             model=settings.model, dtype=settings.dtype, quantization=settings.quantization,
         )  # fmt: skip
 
+    async def _in_turn(self, request: pb.EnrolRequest, address: str) -> MachineRecord:
+        try:
+            async with self._turns:
+                machine = await asyncio.to_thread(self._enrol, request)
+        except StartupError as failure:
+            self._attempts.take_back(address)
+            raise StoreUnavailable(failure.message) from None
+        finally:
+            self._num_waiting -= 1
+        self._attempts.take_back(address)
+        return machine
+
     def _enrol(self, request: pb.EnrolRequest) -> MachineRecord:
         """Returns the machine with a certificate that has half of its life left."""
         token = JoinToken.parse(request.token) if len(request.token) <= MAX_TOKEN_CHARS else None
         now, register = int(time.time()), self._file.register()
-        # What costs least comes first: a stranger gets no signature verified.
+        # What costs least comes first: no signature is verified without a token of this stack or a key that joined.
         if request.token:
             if token is None or token.authority != self._file.authority.digest:
                 raise Unauthenticated("this is no token of this stack; copy it again, or ask for a new one")
             register.checked(token, now)
-        elif register.known(request.public_key) is None:
+        elif register.known(request.public_key, now) is None:
             raise Unauthenticated("this stack does not know the machine; join with a token: corolla tokens new")
         key = checked_key(request, self._file.authority.digest)
-        machine = register.known(request.public_key)
+        machine = register.known(request.public_key, now)
         if machine is not None and machine.is_fresh(now):
             return machine
         with self._file.changing() as changed:
             # Another process may have changed the file meanwhile.
             if token is not None:
                 machine = changed.accept(request.public_key, token, secrets.token_hex(8), now)
-            elif (machine := changed.known(request.public_key)) is None:
+            elif (machine := changed.known(request.public_key, now)) is None:
                 raise Unauthenticated("this stack does not know the machine any more; join with a token")
             ends = datetime.datetime.fromtimestamp(now + CERTIFICATE_LIFETIME_S, datetime.UTC)
             certificate = self._file.authority.sign(key, self._workload(machine), until=ends)

@@ -1,19 +1,20 @@
 """Calls an issuer, after checking that it is the one of the stack: by the authority's digest, and by its role."""
 
 import datetime
-import hashlib
 import socket
 import ssl
 from typing import Any, Final, Self
 
 import grpc
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import Message
 
 from corolla.chassis.errors import InvalidRequest, ServiceUnavailable, StartupError
 from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
+from corolla.trust.certificate_verifier import signed_list
 from corolla.trust.credentials import CertificateHolders
 from corolla.trust.enrolment import enrolment_request, public_der
 from corolla.trust.join_token import JoinToken
@@ -60,8 +61,8 @@ class IssuerClient:
             digest: The digest of the authority that the issuer must have, as in a token.
 
         Raises:
-            ServiceUnavailable: Nothing answers there, or something else than an issuer.
-            StartupError: It is the issuer of another stack or no issuer, or a clock is wrong.
+            ServiceUnavailable: Nothing answers there, or something else than an issuer, or a clock is wrong.
+            StartupError: It is the issuer of another stack.
         """
         leaf = _certificate_of(address)
         client = cls(address, digest, leaf)
@@ -76,11 +77,17 @@ class IssuerClient:
     def refresh(self) -> None:
         """Asks for the authority and what it has revoked. Raises what `connect` raises."""
         answer = self._call(self._stub.GetTrust, pb.GetTrustRequest())
-        if _digest(answer.authority) != self._digest:
+        authority = _only_authority(answer.authority, self._digest)
+        if authority is None:
             raise StartupError(
                 f"the token, or what this machine has, is of another stack than the one at {self._address}"
             )
-        self.authority, self.revocations = answer.authority, answer.revocations
+        revocations = signed_list(answer.revocations, authority)
+        if answer.revocations and revocations is None:
+            raise ServiceUnavailable(f"the authority has not signed the revocation list that {self._address} sends")
+        # Nothing else is kept that was sent along.
+        self.authority = authority.public_bytes(Encoding.PEM)
+        self.revocations = revocations.public_bytes(Encoding.PEM) if revocations is not None else b""
 
     def enrol(self, key: ec.EllipticCurvePrivateKey, token: JoinToken | None) -> pb.EnrolResponse:
         """Returns a certificate for a key, with what the stack's machines must know.
@@ -147,20 +154,22 @@ def _certificate_of(address: str) -> bytes:
 def _check_issuer(leaf: x509.Certificate, authority: bytes, address: str) -> None:
     now = datetime.datetime.now(datetime.UTC)
     if not leaf.not_valid_before_utc <= now < leaf.not_valid_after_utc:
-        raise StartupError(
+        raise ServiceUnavailable(
             f"the certificate at {address} holds from {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} to "
             f"{leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this machine's clock says {now:%Y-%m-%d %H:%M}; "
             "correct the clock that is wrong"
         )
     holder = CertificateHolders(authority).find((leaf.public_bytes(Encoding.DER),))
     if holder is None or holder.workload.role is not Role.ISSUER:
-        raise StartupError(f"what answers at {address} is no issuer of the stack, so nothing was sent to it")
+        raise ServiceUnavailable(f"what answers at {address} is no issuer of the stack, so nothing was sent to it")
 
 
-def _digest(authority: bytes) -> bytes:
+def _only_authority(sent: bytes, digest: bytes) -> x509.Certificate | None:
+    """Returns the one certificate that was sent, in PEM; None: it has another digest, or others are with it."""
     try:
-        if len(authority) > _MAX_AUTHORITY_BYTES:
-            raise ValueError("too long")
-        return hashlib.sha256(x509.load_pem_x509_certificate(authority).public_bytes(Encoding.DER)).digest()
+        if len(sent) > _MAX_AUTHORITY_BYTES:
+            return None
+        (authority,) = x509.load_pem_x509_certificates(sent)
     except ValueError:
-        return b""
+        return None
+    return authority if authority.fingerprint(hashes.SHA256()) == digest else None

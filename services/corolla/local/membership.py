@@ -1,6 +1,8 @@
 """What this machine has of a stack that it joined: a folder with its key, its certificate and the stack's authority."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -8,7 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from corolla.chassis.errors import StartupError
+from corolla.chassis.errors import StartupError, StoreUnavailable
 from corolla.chassis.private_files import make_private_folder, write_private
 from corolla.issuer.register import CERTIFICATE_LIFETIME_S
 from corolla.local.issuer_client import IssuerClient
@@ -57,35 +59,39 @@ class Membership:
         """Gets a certificate, by a token or by the one that the machine has, and writes it. Returns the stack's facts.
 
         Raises:
-            CorollaError: The issuer does not answer, is another one, or refuses.
+            CorollaError: The issuer does not answer, is another one, or refuses; or files cannot be used.
         """
-        client = self._connected(token)
-        # A machine that joins again is another one. It keeps what it has until it is enrolled.
-        is_new = token is not None and self.exists
-        key = ec.generate_private_key(ec.SECP256R1()) if is_new else self._key()
-        answer = client.enrol(key, token)
-        if is_new:
-            write_private(self.folder / KEY_FILE, private_pem(key))
-        write_private(self.folder / AUTHORITY_FILE, client.authority)
-        self._write_revocations(client)
-        write_private(self.folder / CERTIFICATE_FILE, answer.certificate)
-        return answer
+        with self._using_files():
+            client = self._connected(token)
+            # A machine that joins again is another one. It keeps what it has until it is enrolled.
+            is_new = token is not None and self.exists
+            key = ec.generate_private_key(ec.SECP256R1()) if is_new else self._key()
+            answer = client.enrol(key, token)
+            if is_new:
+                write_private(self.folder / KEY_FILE, private_pem(key))
+            write_private(self.folder / AUTHORITY_FILE, client.authority)
+            self._write_revocations(client)
+            write_private(self.folder / CERTIFICATE_FILE, answer.certificate)
+            return answer
 
     def follow(self, now_s: float) -> None:
         """Fetches what the authority has revoked, and another certificate at half of this one's life.
 
         Raises:
-            CorollaError: The issuer does not answer, or refuses because this machine was revoked.
+            Unauthenticated: This machine was revoked.
+            StartupError: The issuer is of another stack, so this machine can only join that one.
+            CorollaError: The issuer does not answer, or files cannot be used; the next call tries again.
         """
-        client = self._connected(None)
         try:
-            client.refresh()
-            self._write_revocations(client)
-            certificate = (self.folder / CERTIFICATE_FILE).read_bytes()
-            ends_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
-            verifier = CertificateVerifier(client.authority, client.revocations)
-            if now_s > ends_s - _RENEWED_S or not verifier.is_valid(PresentedCertificate(certificate)):
-                self.enrol()
+            with self._using_files():
+                client = self._connected(None)
+                client.refresh()
+                self._write_revocations(client)
+                certificate = (self.folder / CERTIFICATE_FILE).read_bytes()
+                ends_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
+                verifier = CertificateVerifier(client.authority, client.revocations)
+                if now_s > ends_s - _RENEWED_S or not verifier.is_valid(PresentedCertificate(certificate)):
+                    self.enrol()
         except BaseException:
             # The issuer may have another certificate by now, which the next call checks.
             self.close()
@@ -95,6 +101,13 @@ class Membership:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    @contextmanager
+    def _using_files(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as failure:
+            raise StoreUnavailable(f"cannot use {self.folder}: {failure.strerror}") from None
 
     def _connected(self, token: JoinToken | None) -> IssuerClient:
         if token is not None:

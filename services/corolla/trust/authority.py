@@ -128,12 +128,14 @@ class Authority:
             .sign(self._key, hashes.SHA256())
         )
 
-    def revocations(self, serial_numbers: Iterable[int]) -> bytes:
-        """Returns a list, in PEM, that revokes the certificates with these numbers."""
+    def revocations(self, serial_numbers: Iterable[int], earlier: Iterable[x509.RevokedCertificate] = ()) -> bytes:
+        """Returns a list, in PEM, that revokes the certificates with these numbers now, and others since earlier."""
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateRevocationListBuilder(self._name, now, self._until)
         for number in serial_numbers:
             builder = builder.add_revoked_certificate(x509.RevokedCertificateBuilder(number, now).build())
+        for each in earlier:
+            builder = builder.add_revoked_certificate(each)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def _builder(

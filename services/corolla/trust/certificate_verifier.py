@@ -97,6 +97,15 @@ class CertificateVerifier:
         return not any(_has_signed(each, certificate) for each in self.known.values())
 
 
+def signed_list(text: bytes, authority: x509.Certificate) -> x509.CertificateRevocationList | None:
+    """Returns the first revocation list of a text in PEM; None: there is none, or the authority has not signed it."""
+    try:
+        found = x509.load_pem_x509_crl(text)
+        return found if found.is_signature_valid(authority.public_key()) else None  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        return None
+
+
 def _read(certificate: bytes) -> x509.Certificate:
     if certificate.startswith(b"-----"):
         return x509.load_pem_x509_certificate(certificate)

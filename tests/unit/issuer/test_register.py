@@ -39,11 +39,11 @@ def test_a_token_counts_until_its_end_and_its_revocation() -> None:
     register.accept(b"one", token, "m1", NOW + DAY_S - 1)
     with pytest.raises(Unauthenticated, match="expired"):
         register.accept(b"one", token, "m1", NOW + DAY_S)
-    assert register.known(b"one") is not None  # its own key goes on
+    assert register.known(b"one", NOW) is not None  # its own key goes on
     assert register.revoke(token.id, with_machines=False) == 0
     with pytest.raises(Unauthenticated, match="revoked"):
         register.accept(b"two", token, "m2", NOW)
-    assert register.known(b"one") is not None
+    assert register.known(b"one", NOW) is not None
 
 
 def test_a_wrong_secret_learns_nothing_about_a_token() -> None:
@@ -101,6 +101,22 @@ def test_a_certificate_is_fresh_for_half_of_its_life() -> None:
     machine.signed(1, NOW + CERTIFICATE_LIFETIME_S, "pem", NOW)
     assert machine.is_fresh(NOW + CERTIFICATE_LIFETIME_S // 2 - 1)
     assert not machine.is_fresh(NOW + CERTIFICATE_LIFETIME_S // 2)
+
+
+def test_a_machine_that_was_away_for_a_month_needs_a_token_and_a_revoked_one_stays_out() -> None:
+    register, token = register_with(uses=3)
+    for number, key in enumerate((b"one", b"two")):
+        register.accept(key, token, f"m{number}", NOW).signed(number, NOW + DAY_S, "pem", NOW)
+    register.revoke("m1", with_machines=False)
+    late = NOW + 31 * DAY_S
+    assert register.known(b"one", late - 1) is not None
+    assert register.known(b"one", late) is None
+    with pytest.raises(Unauthenticated, match="m1"):
+        register.known(b"two", late)
+    other = token_of(2)
+    register.add(other, Role.BLOCK, "", 1, late + DAY_S, late)
+    assert register.accept(b"one", other, "m9", late).id == "m9"
+    assert next(each.uses for each in register.tokens if each.id == other.id) == 0
 
 
 def test_everything_has_a_bound() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,16 @@ from corolla.trust.join_token import JoinToken
 from corolla.trust.workload import Role
 
 NOW = 1_800_000_000
+DAY_S = 86_400
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "state"
+
+
+def listed(file: RegisterFile) -> list[int]:
+    return [each.serial_number for each in x509.load_pem_x509_crl(file.revocations())]
 
 
 def change_token(folder: Path, token: JoinToken, change: dict[str, Any]) -> None:
@@ -94,7 +100,46 @@ def test_the_list_names_what_is_revoked(folder: Path) -> None:
         register.accept(b"key", token, "m1", NOW - 10**9).signed(4711, 2 * NOW, "pem", NOW)
     with file.changing() as register:
         register.revoke("m1", with_machines=False)
-    assert [each.serial_number for each in x509.load_pem_x509_crl(file.revocations())] == [4711]
+    assert listed(file) == [4711]
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", None])
+def test_a_register_that_is_lost_gives_no_stolen_certificate_back(
+    folder: Path, damaged: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = RegisterFile(folder)
+    token, now = file.new_token(), int(time.time())
+    with file.changing() as register:
+        register.accept(b"key", token, "m1", now).signed(4711, now + DAY_S, "pem", now)
+        register.revoke("m1", with_machines=False)
+    if damaged is None:
+        (folder / REGISTER_FILE).unlink()
+    else:
+        (folder / REGISTER_FILE).write_bytes(damaged)
+    file.new_token()
+    file.write_revocations()
+    assert listed(file) == [4711]
+    # The list of another authority counts for nothing.
+    own = file.revocations()
+    (folder / "crl.pem").write_bytes(Authority().revocations([1]))
+    file.write_revocations()
+    assert listed(file) == []
+    (folder / "crl.pem").write_bytes(own)
+    monkeypatch.setattr("time.time", lambda: now + 2 * DAY_S)
+    file.write_revocations()
+    assert listed(file) == []
+
+
+def test_the_list_is_written_again_if_only_the_register_was(folder: Path) -> None:
+    file = RegisterFile(folder)
+    token, now = file.new_token(), int(time.time())
+    old = file.revocations()
+    with file.changing() as register:
+        register.accept(b"key", token, "m1", now).signed(4711, now + DAY_S, "pem", now)
+        register.revoke("m1", with_machines=False)
+    (folder / "crl.pem").write_bytes(old)
+    RegisterFile(folder).write_revocations()
+    assert listed(file) == [4711]
 
 
 def test_an_authority_is_kept_and_a_damaged_one_is_refused(folder: Path) -> None:
