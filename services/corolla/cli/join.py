@@ -1,7 +1,9 @@
 """`corolla join`: adds this machine to a stack that another machine shares."""
 
 import getpass
+import ipaddress
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ _REFRESH_S: Final = 0.2
 _GRACE_S: Final = 50.0
 _SOMEWHERE: Final = "192.0.2.1"
 """An address that no machine has (RFC 5737); the way to it is the default route."""
+_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,10 @@ def run_join(options: JoinOptions, *, verbose: bool, as_json: bool) -> int:
     Returns:
         The exit status: 0; 130 if a signal came before this machine had joined.
     """
+    # Nothing is asked for, and no use of a token spent, before the addresses can be right.
+    checked_host(parsed_address(options.address)[0], "HOST:PORT")
+    if options.host is not None:
+        checked_host(options.host, "--host")
     os.environ.setdefault(*TLS_1_3_ONLY)
     view = StackConsole(verbose=verbose, as_json=as_json)
     membership = Membership(options.address, joined_folder(options.address))
@@ -58,7 +65,7 @@ def run_join(options: JoinOptions, *, verbose: bool, as_json: bool) -> int:
     has_joined = False
     with interruptible():
         try:
-            stack = _enrolled(membership, options.address, view)
+            stack = _enrolled(membership, view)
             has_joined = True
             view.report(StackEvent("step", "join", f"joined as {stack.role}; certificates are in {membership.folder}"))
             if stack.role == Role.BLOCK.value:
@@ -88,17 +95,28 @@ def shared_folder(given: Path | None) -> Path:
 def shared_host(given: str | None) -> str:
     """The address by which other machines reach this one. Raises StartupError if it is not known."""
     try:
-        found = given or address_towards(_SOMEWHERE)
+        found = address_towards(_SOMEWHERE) if given is None else given
     except OSError:
         raise StartupError("this machine has no route to others; name its address with --share-host") from None
-    if ":" in found:
-        raise StartupError(f"{found} is an address of IPv6, by which stacks cannot be shared yet; name one of IPv4")
-    return found
+    return checked_host(found, "--share-host")
 
 
-def _enrolled(membership: Membership, address: str, view: StackConsole) -> pb.EnrolResponse:
+def checked_host(host: str, option: str) -> str:
+    """Returns a host's IPv4 address or name. Raises StartupError for anything else."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+        if address.version == 4:
+            return str(address)
+        wrong = "an address of IPv6, by which stacks cannot be shared yet"
+    except ValueError:
+        if _HOST.fullmatch(host) and not host.replace(".", "").isdecimal():
+            return host
+        wrong = "no host's name or address"
+    raise StartupError(f"{option}: {host!r} is {wrong}; name an address of IPv4, such as 192.168.1.10")
+
+
+def _enrolled(membership: Membership, view: StackConsole) -> pb.EnrolResponse:
     """Gets this machine a certificate: by the one that it has, or by a token."""
-    parsed_address(address)
     if membership.exists:
         try:
             return _patiently(membership, view)
@@ -128,7 +146,11 @@ def _patiently(membership: Membership, view: StackConsole) -> pb.EnrolResponse:
 
 
 def _follow(membership: Membership, server: JoinedServer | None, view: StackConsole) -> None:
-    """Keeps certificate and revocations fresh for ever. Raises StartupError when this machine is revoked."""
+    """Keeps certificate and revocations fresh for ever.
+
+    Raises:
+        StartupError: This machine was revoked, or another stack answers.
+    """
     is_reached, due_s = True, 0.0
     while True:
         if server is not None:
@@ -138,16 +160,16 @@ def _follow(membership: Membership, server: JoinedServer | None, view: StackCons
             due_s = time.monotonic() + _FOLLOW_INTERVAL_S
             try:
                 membership.follow(time.time())
-            except Unauthenticated as refusal:
+            except (Unauthenticated, StartupError) as refusal:
                 raise StartupError(refusal.message) from None
             except CorollaError as failure:
                 if is_reached:
-                    text = f"{failure.message}; answers under way go on, and this machine joins again when it is back"
+                    text = f"{failure.message}; answers under way go on, and this machine tries again"
                     view.report(StackEvent("problem", "join", text))
                 is_reached = False
             else:
                 if not is_reached:
-                    view.report(StackEvent("recovered", "join", "the first machine answers again"))
+                    view.report(StackEvent("recovered", "join", "this machine follows the stack again"))
                 is_reached = True
         time.sleep(_REFRESH_S)
 
@@ -165,6 +187,8 @@ def _token_of_file() -> JoinToken | None:
 
 def _asked_token() -> JoinToken:
     """Asks on the terminal, without showing what is typed, or reads a line of standard input."""
+    if sys.stdin is None:  # closed
+        return _parsed("")
     given = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.readline(MAX_TOKEN_CHARS + 64)
     return _parsed(given)
 

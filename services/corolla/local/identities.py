@@ -43,7 +43,7 @@ class StackIdentities:
     def __init__(self, router: str, shared_host: str = "", state_folder: Path | None = None) -> None:
         self._authority = Authority() if state_folder is None else Authority.kept_in(state_folder)
         self._lock = None if state_folder is None else _lock(state_folder)
-        self._revocations = None if state_folder is None else state_folder / REVOCATIONS_FILE
+        self._revocations = None if state_folder is None else state_folder.absolute() / REVOCATIONS_FILE
         self._addresses = (*_HERE, shared_host) if shared_host else _HERE
         self._issued: dict[Path, Workload] = {}
         self._renewed = datetime.datetime.now(datetime.UTC)
@@ -60,12 +60,16 @@ class StackIdentities:
         return folder
 
     def renew(self, now: datetime.datetime) -> bool:
-        """Replaces the certificates of a shared stack at half of their life. Returns whether it did."""
+        """Replaces the certificates of a shared stack at half of their life. Returns whether it did.
+
+        Raises:
+            StartupError: files cannot be written; the next call tries again.
+        """
         if self._revocations is None or now < self._renewed + _LIFETIME / 2:
             return False
-        self._renewed = now
         for folder, workload in self._issued.items():
-            self._issue(folder, workload)
+            self._issue(folder, workload, now)
+        self._renewed = now
         if self.operator.credentials is not None:
             self.operator.credentials.files.refresh()
         return True
@@ -76,9 +80,9 @@ class StackIdentities:
             os.close(self._lock)
             self._lock = None
 
-    def _issue(self, folder: Path, workload: Workload) -> None:
+    def _issue(self, folder: Path, workload: Workload, now: datetime.datetime | None = None) -> None:
         # A stack of this machine deletes its certificates, and nothing renews them before.
-        until = None if self._revocations is None else self._renewed + _LIFETIME
+        until = None if self._revocations is None else (now or self._renewed) + _LIFETIME
         try:
             self._authority.issue(folder, workload, self._addresses, until)
             link = folder / REVOCATIONS_FILE

@@ -18,6 +18,8 @@ from corolla.trust.loopback import VARIABLE
 
 _NAME: Final = "server-1"
 _TIMEOUT_S: Final = 1.0
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks this machine itself, whatever proxy the environment names."""
 
 
 class JoinedServer:
@@ -111,7 +113,7 @@ class JoinedServer:
         # The server's certificate names no address, so gRPC could not ask it.
         url = f"http://{LOOPBACK}:{self.process.metrics_port}/health"
         try:
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
+            with _OPENER.open(url, timeout=_TIMEOUT_S) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -14,7 +14,7 @@ from typing import Literal, Self
 import grpc
 
 from corolla.chassis.backoff import Backoff
-from corolla.chassis.errors import StartupError
+from corolla.chassis.errors import CorollaError, StartupError
 from corolla.local import processes, readiness
 from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.identities import StackIdentities
@@ -39,6 +39,7 @@ from corolla.wire.network import Network
 
 _POLL_S = 0.05
 _LOOK_INTERVAL_S = 0.2
+_RENEWAL_RETRY_S = 60.0
 # The modules that children import. While one child works, the fork server imports the modules of the next children, so
 # that these children have them from the start.
 _MODULES_OF_FETCH = ("corolla.models.checkpoint",)
@@ -460,6 +461,7 @@ class _Supervisor:
         self._backoffs = {name: Backoff() for name in self._processes}
         self._started_at = dict.fromkeys(self._processes, time.monotonic())
         self._due_at: dict[str, float] = {}
+        self._renewal_at = 0.0
         self._coming_up: set[str] = set()
         self._is_waiting = not stack.is_covered()
 
@@ -473,7 +475,7 @@ class _Supervisor:
 
     def _watch(self) -> None:
         while not self._stopping.wait(_LOOK_INTERVAL_S):
-            self._stack.renew_certificates()
+            self._renew_certificates()
             if self._is_waiting and self._stack.is_covered():
                 self._is_waiting = False
                 self._report(StackEvent("ready", "stack", "every block has a server"))
@@ -489,6 +491,16 @@ class _Supervisor:
             for name in [name for name in self._coming_up if self._stack.is_serving(name)]:
                 self._coming_up.discard(name)
                 self._report(StackEvent("recovered", name, "serves again"))
+
+    def _renew_certificates(self) -> None:
+        if time.monotonic() < self._renewal_at:
+            return
+        try:
+            self._stack.renew_certificates()
+        except CorollaError as failure:
+            # A full disk, for example, has half of the certificates' life to become free.
+            self._renewal_at = time.monotonic() + _RENEWAL_RETRY_S
+            self._report(StackEvent("problem", "stack", f"certificates cannot be replaced: {failure.message}"))
 
     def _take_note(self, process: ManagedProcess, ended: Exit) -> None:
         name = process.name

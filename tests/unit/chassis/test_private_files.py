@@ -34,3 +34,13 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"directory"):
         write_private(taken, b"new")
     assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_an_interruption_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_private(tmp_path / "secret", b"new")
+    assert list(tmp_path.iterdir()) == []

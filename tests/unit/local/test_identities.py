@@ -1,6 +1,7 @@
 """A shared stack keeps its authority, and replaces its own certificates in time."""
 
 import datetime
+import errno
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,29 @@ def test_certificates_of_a_shared_stack_are_replaced_at_half_of_their_life(state
     identities.remove()
 
 
-def test_what_the_issuer_revokes_counts_for_the_stacks_own_processes(state: Path) -> None:
+def test_a_renewal_that_fails_is_tried_again(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identities = StackIdentities(ROUTER, HOST, state)
+    folder = identities.folder_of(Role.ROUTER, "router")
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=13)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("corolla.trust.authority.write_private", full)
+        with pytest.raises(StartupError, match="No space left"):
+            identities.renew(later)
+    assert identities.renew(later)
+    assert certificate_in(folder).not_valid_after_utc > later
+    identities.remove()
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_what_the_issuer_revokes_counts_for_the_stacks_own_processes(
+    state: Path, monkeypatch: pytest.MonkeyPatch, is_relative: bool
+) -> None:
+    monkeypatch.chdir(state.parent)
+    identities = StackIdentities(ROUTER, HOST, Path(state.name) if is_relative else state)
     folder = identities.folder_of(Role.ROUTER, "router")
     assert Credentials(folder).certificate  # there is no list yet
     RegisterFile(state).new_token()
