@@ -95,9 +95,9 @@ def _say_what_to_try(view: StackConsole, stack: Stack, *, as_json: bool) -> None
         view.line("try", command, "bold")
     if stack.options.state_folder is not None:
         # What is not a terminal is a file or a journal, which keeps the token, and others may read it.
-        if sys.stdout.isatty():
+        if view.console.file.isatty():
             token = f"token: {RegisterFile(stack.options.state_folder).new_token().written}"
         else:
-            token = "`corolla tokens new` prints a token"
+            token = f"`{corolla} tokens new --state-folder {stack.options.state_folder}` prints a token"
         view.line("stack", f"others join by:  corolla join {stack.join_address}      {token}", "bold")
     view.line("stack", "Ctrl-C stops it")

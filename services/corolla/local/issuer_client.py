@@ -23,7 +23,8 @@ from corolla.v1 import issuer_pb2 as pb
 from corolla.v1.issuer_pb2_grpc import IssuerServiceStub
 
 _TIMEOUT_S: Final = 10.0
-_MAX_MESSAGE_BYTES: Final = 1 << 20
+_MAX_MESSAGE_BYTES: Final = 4 << 20
+"""More than a list takes that revokes all certificates of all machines."""
 _MAX_AUTHORITY_BYTES: Final = 8192
 _NAME: Final = "localhost"
 """A name in the issuer's certificate. The channel trusts only that certificate, so the name decides nothing."""

@@ -1,6 +1,10 @@
-"""`corolla join` refuses what cannot work before it asks for a token, and ends when it can never go on."""
+"""`corolla join` refuses what cannot work before it asks for a token, and ends when it can never go on.
+
+`corolla up --share` shows its token on a terminal only.
+"""
 
 import itertools
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +12,12 @@ from typing import Any
 import pytest
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, StartupError, StoreUnavailable
+from corolla.cli.interruption import Interrupted
 from corolla.cli.join import JoinOptions, checked_host, run_join, shared_host
+from corolla.cli.up import run_up
+from corolla.issuer.register_file import RegisterFile
+from corolla.local.options import StackOptions
+from corolla.local.stack import Report
 from corolla.v1 import issuer_pb2 as pb
 
 STACK = "192.168.1.10:50054"
@@ -58,6 +67,34 @@ def test_a_stack_is_shared_by_an_address_of_ipv4_or_a_name(host: str) -> None:
         shared_host(host)
     for good in ("192.168.1.10", "first.machine", "node-1"):
         assert checked_host(good, "--share-host") == good
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_token_is_shown_on_a_terminal_only(
+    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    class Running:
+        processes = metrics_urls = ()
+        page_url = http_address = client_address = router_address = join_address = STACK
+
+        def __init__(self, options: StackOptions) -> None:
+            self.options = options
+
+        def start(self, _report: Report) -> None: ...
+
+        def placement(self) -> None:
+            raise Interrupted
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr("corolla.cli.up.Stack", Running)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    options = StackOptions(log_folder=state, shared_host="192.168.1.10", state_folder=state / "shared")
+    assert run_up(options, verbose=False, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert ("cj1." in said) == is_terminal
+    assert ("tokens new" in said) != is_terminal
+    assert len(RegisterFile(state / "shared").register().tokens) == is_terminal
 
 
 def test_what_may_pass_is_waited_for_and_another_stack_ends_it(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
