@@ -40,7 +40,7 @@ class SessionTable(Generic[AnyCache]):
     Attributes:
         guarantees: the guaranteed pages of tenants.
         is_draining: whether new sessions are refused; held sessions may be reopened until they leave.
-        num_standby_tokens: how many tokens standbys have held here when their sessions came.
+        num_standby_tokens: how many tokens standbys held when their sessions were opened here to go on.
     """
 
     pool: PagePool
@@ -368,7 +368,9 @@ class SessionTable(Generic[AnyCache]):
             forked.truncate(position)
             session.cache.adopt(forked)
         elif computes:
+            # A step that fails then leaves no tokens that it has taken back.
             session.cache.own_from(position)
+            session.cache.truncate(position)
         if computes:
             session.num_settled_tokens = end - num_drafts
             session.applied_step_id = max(session.applied_step_id, step_id)
@@ -500,16 +502,25 @@ class SessionTable(Generic[AnyCache]):
             held[request.tenant] += num_more
             num_kept = self.guarantees.num_kept_from(request.tenant, held)
         self._make_room(
-            num_pages, num_kept, keep=request.session_id, num_missing=lambda: num_missing(counts_uncharged=True)
-        )
+            num_pages, num_kept, keep=request.session_id,
+            num_missing=lambda: num_missing(counts_uncharged=True), most_less=cache.num_common_pages,
+        )  # fmt: skip
 
     def _make_room(
-        self, num_pages: int, num_kept: int = 0, *, keep: bytes = b"", num_missing: Callable[[], int] | None = None
+        self,
+        num_pages: int,
+        num_kept: int = 0,
+        *,
+        keep: bytes = b"",
+        num_missing: Callable[[], int] | None = None,
+        most_less: int = 0,
     ) -> None:
         """Makes room for `num_pages` more pages if `num_kept` stay available; does not evict the session `keep`.
 
         Args:
-            num_missing: how many pages are missing if those count, too, that idle sessions hold in common.
+            num_missing: gives how many pages are missing if those count, too, that idle sessions hold in common. It
+                looks a whole text up, so it is asked again only when what it said before may be available.
+            most_less: how much less it may say after idle sessions have been evicted.
         """
         idle = [session for session in self if session.is_idle and session.request.session_id != keep]
         # A standby only saves time, and what else is idle may be a conversation.
@@ -519,9 +530,13 @@ class SessionTable(Generic[AnyCache]):
         if num_pages + num_kept > num_available:
             # Evicting all idle sessions would not be enough.
             raise too_few_pages(num_pages, max(0, num_available - num_kept))
+        least_missing = 0 if num_missing else num_pages
         for session in idle:
-            if (num_missing() if num_missing else num_pages) <= self.pool.num_available:
-                return
+            if least_missing <= self.pool.num_available:
+                num_more = num_missing() if num_missing else num_pages
+                if num_more <= self.pool.num_available:
+                    return
+                least_missing = num_more - most_less
             self._free(session)
             self.num_evicted += 1
 

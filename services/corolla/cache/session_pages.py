@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Self
 
-from corolla.cache.pages import PagePool
+from corolla.cache.pages import PagePool, too_few_pages
 from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixKeys, PrefixName, longest_match
 from corolla.cache.tables import Copies, Extent, GroupRule, PageTable
-from corolla.chassis.errors import OutOfPages
 
 MAX_TOKENS: Final = 2**31 - 1
 """The most tokens of a session."""
+
+_Match = tuple[int, list[list[int]]]
+"""How many whole pages of a text the prefix cache has, and those that each group of layers needs of them."""
 
 
 class SessionPages:
@@ -110,12 +112,16 @@ class SessionPages:
             counts_uncharged: whether pages held in common count that no account is charged for; otherwise they are
                 taken as available.
         """
+        match = self._cached(None if is_kept and self.num_tokens else text, max_tokens)
+        return self._num_missing(max_tokens, match, write_start, is_kept=is_kept, counts_uncharged=counts_uncharged)
+
+    def _num_missing(
+        self, max_tokens: int, match: _Match, write_start: int, *, is_kept: bool, counts_uncharged: bool = True
+    ) -> int:
         readers = self.pool.readers if counts_uncharged else self.pool.charged_readers
         num_common = write_start // self.pool.page_tokens
         num_missing = -self.num_pages + self._fixed_pages(max_tokens)
-        num_matched, cached = 0, list[list[int]]()
-        if text is not None and not (is_kept and self.num_tokens):
-            num_matched, cached = self._cached(text, max_tokens)
+        num_matched, cached = match
         for group, table in enumerate(self.tables):
             held = table.pages[: table.num_common]
             own = set(held) if counts_uncharged or table.account is not None else set[int]()
@@ -178,37 +184,42 @@ class SessionPages:
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
         """
-        was_empty, before = not self.num_tokens, self.write_start
+        to_find = None if self.num_tokens else text
+        num_known = 0 if text is None else text.num_tokens
+        most_tokens = num_known if max_tokens is None else max_tokens
+        match = num_matched, cached = self._cached(to_find, most_tokens)
+        num_tokens = num_matched * self.pool.page_tokens or self.num_tokens
+        num_reserved = num_tokens if max_tokens is None else max_tokens
+        num_missing = self._num_missing(num_reserved, match, write_start, is_kept=True)
+        if num_missing > self.pool.num_available:
+            raise too_few_pages(num_missing, self.pool.num_available)
         self.write_start = write_start
-        try:
-            if was_empty and text is not None:
-                self._begin_with_cached(text, text.num_tokens if max_tokens is None else max_tokens)
-            self.reserve(self.num_tokens if max_tokens is None else max_tokens)
-        except OutOfPages:
-            self.write_start = before
-            if was_empty and self.num_tokens:
-                self.num_tokens = 0
-                self._give_back()
-            raise
+        if to_find is not None:
+            num_asked = len(self._hashes_to_find(to_find, most_tokens))
+            self.pool.count_prefix_query(num_asked * self.pool.page_tokens, num_tokens)
+        if num_matched:
+            self._begin_with(num_matched, cached)
+        self.reserve(num_reserved)
         self._text = None if max_tokens is None else text
         self._num_remembered, self._has_stepped = 0, False
 
-    def _begin_with_cached(self, text: ExpectedText, max_tokens: int) -> None:
-        page_tokens = self.pool.page_tokens
-        num_matched, cached = self._cached(text, max_tokens)
-        num_asked = len(self._hashes_to_find(text, max_tokens))
-        self.pool.count_prefix_query(num_asked * page_tokens, num_matched * page_tokens)
-        if num_matched:
-            self.num_tokens = num_matched * page_tokens
-            for table, pages in zip(self.tables, cached, strict=True):
-                table.hold_cached(table.num_passed_pages(num_matched), pages, self.write_start // page_tokens)
+    def _begin_with(self, num_matched: int, cached: Sequence[Sequence[int]]) -> None:
+        """Holds pages of the prefix cache in place of all that the session has, its promise included."""
+        for pages in cached:
+            # What is held is not evicted when the session gives back what it had.
+            self.pool.share(pages)
+        self.clear()
+        self.num_tokens = num_matched * self.pool.page_tokens
+        for table, pages in zip(self.tables, cached, strict=True):
+            table.hold_cached(table.num_passed_pages(num_matched), pages, self.write_start // self.pool.page_tokens)
 
     def num_found_tokens(self, text: ExpectedText | None, max_tokens: int) -> int:
         """How many tokens of the text an empty session would get from the prefix cache."""
-        return 0 if text is None else self._cached(text, max_tokens)[0] * self.pool.page_tokens
+        return self._cached(text, max_tokens)[0] * self.pool.page_tokens
 
-    def _cached(self, text: ExpectedText, max_tokens: int) -> tuple[int, list[list[int]]]:
-        """How many whole pages of the text the prefix cache has, and those that each group needs of them."""
+    def _cached(self, text: ExpectedText | None, max_tokens: int) -> _Match:
+        if text is None:
+            return 0, []
         found = self._found(text.salt, self._hashes_to_find(text, max_tokens))
         num_matched = self._num_matched([[page is not None for page in pages] for pages in found])
         first = [table.num_passed_pages(num_matched) for table in self.tables]

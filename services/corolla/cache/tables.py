@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from corolla.cache.pages import PagePool
-from corolla.chassis.errors import OutOfPages
 
 Extent = tuple[int, int]
 """A run of slots: the first slot and how many. Slot `s` is token `s % page_tokens` of page `s // page_tokens`."""
@@ -270,24 +269,17 @@ class PageTable:
         num_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         return (self._first + num_same) * self._pool.page_tokens
 
-    def hold_cached(self, first: int, pages: list[int], num_common: int) -> None:
-        """Replaces all held pages with pages of the prefix cache; the first one becomes the session's page `first`.
+    def hold_cached(self, first: int, pages: Sequence[int], num_common: int) -> None:
+        """Takes pages of the prefix cache, which the caller has shared; the first becomes the session's page `first`.
 
-        The first `num_common` of them are held in common.
+        The table is empty before. The first `num_common` pages are held in common.
 
         Raises:
-            OutOfPages: the pool has too few pages for those held in common; nothing has changed.
+            OutOfPages: the pool has too few pages for those held in common.
         """
+        self._set(first, list(pages))
         num_common = 0 if self.has_window else min(num_common, len(pages))
-        self._pool.share(pages)
-        try:
-            self._pool.read(pages[:num_common], self.account)
-        except OutOfPages:
-            self._pool.release(pages)
-            raise
-        self.stop_reading(0)
-        self._pool.release(self._pages)
-        self._set(first, pages)
+        self._pool.read(pages[:num_common], self.account)
         self.num_common = num_common
 
     def num_needed_pages(self) -> int | None:

@@ -259,6 +259,47 @@ def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     assert table.num_evicted == 1, "nobody is evicted for what cannot be had anyway"
 
 
+def test_how_often_an_open_looks_its_text_up_does_not_grow_with_the_sessions_that_it_evicts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table, text = a_table(), ExpectedText(b"t", HASHES, len(HASHES) * PAGE_TOKENS + 1)
+    for number in range(10):
+        request = table.open(a_request(bytes([number]), max_tokens=PAGE_TOKENS), 0.0).request
+        step(table, request, 0, 1)
+        table.truncate(request.session_id, 1, 1, idle=True)
+    asked, find = list[PrefixKey](), table.pool.find_prefix
+    asked, find = list[PrefixKey](), table.pool.find_prefix
+
+    def counted(key: PrefixKey) -> int | None:
+        asked.append(key)
+        return find(key)
+
+    monkeypatch.setattr(table.pool, "find_prefix", counted)
+    table.open(a_request(text=text, max_tokens=11 * PAGE_TOKENS), 1.0)
+    assert (table.num_evicted, len(table)) == (9, 2)
+    assert len(asked) <= 4 * len(HASHES)
+
+
+def test_an_empty_session_gets_pages_that_another_one_holds_in_place_of_its_promise() -> None:
+    table, text = a_table(), ExpectedText(b"t", HASHES[:2], 2 * PAGE_TOKENS + 1)
+    other = table.open(a_request(b"other", text=text), 0.0).request
+    step(table, other, 0, 2 * PAGE_TOKENS)
+    table.open(a_request(max_tokens=4 * PAGE_TOKENS), 0.0)
+    table.open(a_request(b"rest", max_tokens=(NUM_PAGES - 6) * PAGE_TOKENS), 0.0)
+    assert table.pool.num_available == 0
+    again = a_request(epoch=2, text=text, write_start=text.num_tokens, max_tokens=4 * PAGE_TOKENS)
+    held = table.open(again, 1.0)
+    assert (held.cache.num_tokens, held.cache.num_common_pages, held.num_pages) == (2 * PAGE_TOKENS, 2, 2)
+
+
+def test_a_step_that_is_not_computed_leaves_no_tokens_that_it_takes_back() -> None:
+    table, request = a_table(), a_request()
+    table.open(request, 0.0)
+    step(table, request, 0, 8)
+    held = table.for_step(b"s", 1, request.client_id, 5, 1, request.blocks, 0.0, step_id=7)
+    assert (held.cache.num_tokens, held.applied_step_id) == (5, 7)
+
+
 def test_a_turn_whose_client_died_keeps_the_pages_of_its_tokens_only() -> None:
     table = a_table()
     step(table, table.open(a_request(b"turn", max_tokens=32), 0.0).request, 0, 4)

@@ -152,19 +152,30 @@ class Pages(RuleBasedStateMachine):
                 self.contents[target * PAGE_TOKENS + offset] = self.contents[source * PAGE_TOKENS + offset]
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), max_tokens=st.integers(1, 20), write_start=st.sampled_from([0, 3, 7, 20]))
-    def open_again(self, data: st.DataObject, max_tokens: int, write_start: int) -> None:
+    @rule(
+        data=st.data(),
+        max_tokens=st.integers(1, 20),
+        text=st.sampled_from([None, *TEXTS]),
+        write_start=st.sampled_from([0, 3, 7, 20]),
+    )
+    def open_again(self, data: st.DataObject, max_tokens: int, text: list[Token] | None, write_start: int) -> None:
         session = self.some(data)
-        max_tokens = max(max_tokens, session.pages.num_tokens)
-        needed = session.pages.num_missing(max_tokens, None, write_start, is_kept=True)
-        available = self.pool.num_available
+        max_tokens, tenant = max(max_tokens, session.pages.num_tokens), session.tenant
+        expected = ExpectedText(tenant.encode(), hashes_of(text), len(text)) if text and not session.tokens else None
+        needed = session.pages.num_missing(max_tokens, expected, write_start, is_kept=True)
+        before, available = self.numbers(), self.pool.num_available
         try:
-            session.pages.allocate(max_tokens, None, write_start)
+            session.pages.allocate(max_tokens, expected, write_start)
         except OutOfPages:
             assert needed > available
+            assert self.numbers() == before
             return
         assert self.pool.num_available == available - needed
         session.max_tokens, session.text = max_tokens, []
+        if expected is not None and text is not None:
+            self.named.add((tenant.encode(), expected.hashes))
+            session.text = [(tenant + name, index) for name, index in text]
+            session.tokens = session.text[: session.pages.num_tokens]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -243,6 +254,8 @@ class Pages(RuleBasedStateMachine):
         for session in getattr(self, "held", []):
             assert session.pages.num_tokens == len(session.tokens)
             for group, each in enumerate(self.group_rules):
+                if not session.tokens:
+                    continue  # the pages may be those of tokens that it has taken back
                 start = 0 if each.window is None else max(0, len(session.tokens) - each.window + 1)
                 extents = session.pages.extents(len(session.tokens), start, group)
                 read = [self.contents[slot] for first, count in extents for slot in range(first, first + count)]
