@@ -368,6 +368,16 @@ async def full_holders(
     async with swarm, swarm.connect() as client:
         await client.generate(BEGINNING, max_tokens=1)
         await swarm.until_empty()
+        # Plans count on the room that heartbeats report.
+        numbers = {each.address: each._registration.num_heartbeats for each in swarm.servers}
+        for each in swarm.servers:
+            each._registration.request_heartbeat()
+        watch = swarm.clients[0]._routes._placement
+        await until(
+            lambda: all(
+                placed.load.heartbeat_number > numbers[placed.server.address] for placed in watch.by_id.values()
+            )
+        )
         holders = [each for each in swarm.servers if each.engine.sessions.pool.num_cached]
         for each in holders:
             plant_fault(each.engine.runner, before=lambda rows: time.sleep(0.005))

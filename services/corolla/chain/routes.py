@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -39,6 +39,8 @@ from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
 _MOST_TOKENS: Final = 2**31
+_MOST_PLANS: Final = 4
+"""After so many plans whose servers had no room for what some of them lack of a text, room does not count."""
 # The greatest age of a heartbeat when a router's push brings its load to this process.
 _BOOKING_LAG_S: Final = 2.0
 
@@ -187,8 +189,7 @@ class Routes:
                 if chain is None:
                     raise self._no_chain(failure, are_some_full=are_some_full) from None
         chain = with_numerics(_cut(chain, blocks), self._indexed().placed)
-        shared = min((held.get(hop.server_id, 0) for hop in chain.hops), default=0)
-        self._bookings.book(chain.hops, max(0, num_tokens - shared), asyncio.get_running_loop().time())
+        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
         return chain
 
     @property
@@ -258,11 +259,15 @@ class Routes:
         new_tokens: float = math.inf,
     ) -> common_pb2.Chain | None:
         replicas = self._indexed().replicas
-        for wanted_tokens in (num_tokens, 0):
+        # Only the server knows whether running sessions hold the text, too, so that it takes no room.
+        for wanted_tokens, in_common in ((num_tokens, False), (num_tokens, True), (0, False)):
+            if in_common and not held:
+                continue
             left_out = set(excluded)
             with contextlib.suppress(NoChain, OutOfPages):
-                while True:
+                for _ in range(_MOST_PLANS):
                     session = self._session(wanted_tokens, left_out, held, new_tokens)
+                    session = replace(session, held_in_common=in_common)
                     planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
                     hops = with_partners(planned, replicas, session).hops
                     if not (poorer := session.poorer([hop.server for hop in hops])):

@@ -38,6 +38,8 @@ class PlannedSession:
         booked: Gives the load that a server will have in addition to what it reported, by id.
         held: How many of the text's first tokens a server is known to hold, by id.
         new_tokens: The most tokens of the answer.
+        held_in_common: Whether running sessions are taken to hold those tokens, so that they need no room; otherwise
+            their pages may be among the free ones, since they are only cached.
     """
 
     num_tokens: int = 0
@@ -45,6 +47,7 @@ class PlannedSession:
     booked: Callable[[str], Booked] = lambda server_id: _NOTHING
     held: Mapping[str, int] = field(default_factory=dict)
     new_tokens: float = math.inf
+    held_in_common: bool = True
 
     @cached_property
     def most_held(self) -> int:
@@ -71,14 +74,13 @@ class PlannedSession:
 
     def with_seconds(self, server: Candidate, seconds: float) -> Candidate:
         """Returns the server with these seconds per block, and with whether it has pages for the session."""
-        # The pages that the server holds of the text's beginning count once for all sessions that share them.
         has_pages = self._has_room(server, self.held.get(server.server_id, 0))
         if has_pages == server.has_pages and seconds == server.seconds_per_block:
             return server
         return replace(server, seconds_per_block=seconds, has_pages=has_pages)
 
     def _has_room(self, server: Candidate, num_shared: int) -> bool:
-        num_more = max(1, self.num_tokens - num_shared)
+        num_more = max(1, self.num_tokens - num_shared * self.held_in_common)
         num_tokens = self.num_tokens and num_more + self.booked(server.server_id).num_tokens
         return num_tokens <= server.room_tokens
 

@@ -6,13 +6,16 @@ import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
+from corolla.chain import routes as routes_module
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import AdapterNotFound, NoChain
+from corolla.planning.planner import plan_around_suspects
 from corolla.router.roster import Roster, place_of
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -194,6 +197,35 @@ async def test_planners_begin_at_their_turns_and_go_round(router: Router, watch:
     routes = Routes(cast(ControlPlane, router), watch, "f", 5)
     chains = [await routes.plan(num_tokens=1, record_id="", blocks=None) for _ in range(8)]
     assert "".join(chain.hops[0].server_id for chain in chains) == "cdabcdab"
+
+
+def ready(name: str, start: int, end: int, num_tokens: int) -> pb.PlacedServer:
+    return pb.PlacedServer(
+        server=pb.ServerDescription(server_id=name, address=f"{name}:1", fingerprint="f"),
+        span=common_pb2.BlockSpan(start=start, end=end), state=pb.SERVER_STATE_READY,
+        load=pb.ServerLoad(max_session_tokens=num_tokens),
+    )  # fmt: skip
+
+
+@watched
+async def test_free_pages_that_hold_the_text_are_not_counted_twice(router: Router, watch: PlacementWatch) -> None:
+    asked: dict[str, Any] = {"num_tokens": 150, "record_id": "", "blocks": None, "held": {"holds": 64}}
+    for servers, chosen in (("holds", "other"), "other"), (("holds",), "holds"):
+        placed = [ready(name, 0, 5, 100 if name == "holds" else 1000) for name in servers]
+        await router.push(pb.Placement(servers=placed, cheapest_chain=common_pb2.Chain()))
+        chain = await Routes(cast(ControlPlane, router), watch, "f", 5).plan(**asked)
+        assert chain.hops[0].server_id == chosen
+
+
+@watched
+async def test_few_plans_are_tried_where_many_servers_hold_nothing(router: Router, watch: PlacementWatch) -> None:
+    servers = [ready("full", 0, 3, 100), *(ready(f"s{number}", 3, 5, 1000) for number in range(30))]
+    await router.push(pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain()))
+    with mock.patch.object(routes_module, "plan_around_suspects", wraps=plan_around_suspects) as planned:
+        routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+        chain = await routes.plan(num_tokens=150, record_id="", blocks=None, held={"full": 128})
+    assert chain.hops[0].server_id == "full"
+    assert planned.call_count <= 6
 
 
 @watched

@@ -96,6 +96,9 @@ def test_a_server_needs_room_only_for_what_it_does_not_hold_of_the_text() -> Non
     session = PlannedSession(150, held={"holds": 64})
     counted = [session.counted(server(each, "0:6", 1.0, room_tokens=100)) for each in ("holds", "other")]
     assert [each is not None and each.has_pages for each in counted] == [True, False]
+    only_cached = replace(session, held_in_common=False).counted(server("holds", "0:6", 1.0, room_tokens=100))
+    assert only_cached is not None
+    assert not only_cached.has_pages, "the free pages are those that hold the text"
 
 
 def test_a_server_that_holds_little_of_the_text_takes_room_on_the_others() -> None:
