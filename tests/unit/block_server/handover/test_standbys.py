@@ -18,7 +18,7 @@ from corolla.wire.stream import Connect
 
 async def test_a_standby_without_any_token_of_a_short_text_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standbys, "_LOOK_INTERVAL_S", 0.0)
-    told, num_looks = list[int](), 0
+    sent, num_looks = list[int](), 0
     session: Any = SimpleNamespace(
         request=SimpleNamespace(session_id=b"s" * 16, epoch=1, client_id=b"c" * 16),
         cache=SimpleNamespace(num_tokens=7, num_unchanged_tokens=0),
@@ -35,12 +35,12 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost(monkeypat
         return session
 
     async def copy_settled(_session: Any, _transfer_id: bytes, progress: Any, _link: Any) -> int:
-        assert told == []
+        assert sent == []
         progress.begin(16)
         session.cache.num_unchanged_tokens = 16
         return 1
 
-    peer = SimpleNamespace(send=lambda standby: told.append(standby.num_tokens))
+    peer = SimpleNamespace(send=lambda standby: sent.append(standby.num_tokens))
     ended = asyncio.get_running_loop().create_future()
     stream = SimpleNamespace(ended=ended, send=lambda *_frame: None, close=lambda: ended.set_result(None))
     sessions: Any = SimpleNamespace(get=lambda _session_id: session, in_version=in_version, is_draining=False)
@@ -55,4 +55,4 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost(monkeypat
     async with asyncio.timeout(60):
         await ended
     await tasks.close()
-    assert told == [16]
+    assert sent == [16]
