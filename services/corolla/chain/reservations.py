@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSALS: Final = 3
 _MAX_WAITS: Final = 8
-"""How often a session waits for pages of its text that others compute, half a second each time."""
+"""How often a session waits for pages of its text that others compute, for half a second on average."""
 ALL_TOKENS: Final = 2**31
 """More tokens than any session has."""
 # Failures that another chain may avoid. CapabilityDenied is one: for a while a hop may trust another authority than the
@@ -339,24 +339,33 @@ class Reservations:
         A hop that cannot be reached, or has no free pages, is left out for a while and another chain is tried. A hop
         that has too many sessions to open is asked again. Where every chain needs a hop that could not be reached, that
         hop is asked again and again: it may only be slow, or its connection broken. Attempts end at `until_s` of the
-        event loop's clock, or after the patience of a recovery. Where servers have no room, but another session has
-        begun with the same text, its pages may be there soon, so the servers are asked a few times more.
+        event loop's clock, or after the patience of a recovery. Where servers have room only for what follows a
+        beginning that another session has, its pages may be there soon, so the servers are asked a few times more.
 
         Raises:
             NoChain, OutOfPages, HopUnavailable, QueueFull: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
+        clock = asyncio.get_running_loop().time
+        give_up_s = min(until_s, clock() + self.limits.recovery_patience_s)
         for _ in range(_MAX_WAITS):
             try:
-                return await self._reserve(identities, open_options, until_s)
+                return await self._reserve(identities, open_options, until_s, give_up_s)
             except OutOfPages as failure:
-                if isinstance(failure, NoAdapterRoom) or not self._held(open_options):
+                pause_s = random.uniform(0, LONGEST_BUSY_PAUSE_S)
+                is_too_late = clock() + pause_s >= give_up_s
+                if isinstance(failure, NoAdapterRoom) or is_too_late or not self._may_share(identities, open_options):
                     raise
-            await asyncio.sleep(random.uniform(0, LONGEST_BUSY_PAUSE_S))
-        return await self._reserve(identities, open_options, until_s)
+            await asyncio.sleep(pause_s)
+        return await self._reserve(identities, open_options, until_s, give_up_s)
+
+    def _may_share(self, identities: Sequence[SessionIdentity], open_options: OpenOptions) -> bool:
+        """Servers have room for the sessions once what others begin with is there, and not before."""
+        num_tokens = open_options.max_tokens * len(identities)
+        return self.routes.needs_text_in_common(num_tokens, self._held(open_options))
 
     async def _reserve(
-        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float
+        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float, give_up_s: float
     ) -> ChainBinding:
         """Opens sessions as `reserve` does, without waiting for pages of others."""
         if trace := trace_headers():
@@ -364,7 +373,6 @@ class Reservations:
         clock = asyncio.get_running_loop().time
         attempts = Attempts(self.limits.recovery_patience_s)
         held = self._held(open_options)
-        give_up_s = min(until_s, clock() + self.limits.recovery_patience_s)
         while True:
             try:
                 chain = open_options.only_chain or await self._choose(

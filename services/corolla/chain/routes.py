@@ -25,7 +25,7 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.tasks import TaskGroup
-from corolla.planning.bookings import Bookings
+from corolla.planning.bookings import Booked, Bookings
 from corolla.planning.candidates import candidates, chain_of, is_slow
 from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
@@ -192,6 +192,28 @@ class Routes:
         self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
         return chain
 
+    def needs_text_in_common(self, num_tokens: int, held: Mapping[str, int]) -> bool:
+        """The servers of a chain have room for a session only if running sessions hold the beginning of its text.
+
+        What servers said last counts, and not which sessions are about to be opened: these may share the text.
+
+        Args:
+            num_tokens: every hop needs pages for this many tokens.
+            held: how many of the text's first tokens servers may hold, by id.
+        """
+        if not held:
+            return False
+
+        def said(server_id: str) -> Booked:
+            return replace(alone.booked(server_id), num_tokens=self._bookings.num_taken_tokens(server_id))
+
+        alone = self._session(num_tokens, self._avoided(), held)
+        in_common = replace(alone, booked=said, held_in_common=True)
+        return (
+            self._plan_with_room(replace(in_common, held_in_common=False)) is None
+            and self._plan_with_room(in_common) is not None
+        )
+
     @property
     def is_settling(self) -> bool:
         """Blocks lost their servers so recently that these servers may register again."""
@@ -258,21 +280,28 @@ class Routes:
         held: Mapping[str, int] = MappingProxyType({}),
         new_tokens: float = math.inf,
     ) -> common_pb2.Chain | None:
-        replicas = self._indexed().replicas
         # Only the server knows whether running sessions hold the text, too, so that it takes no room.
         for wanted_tokens, in_common in ((num_tokens, False), (num_tokens, True), (0, False)):
             if in_common and not held:
                 continue
-            left_out = set(excluded)
-            with contextlib.suppress(NoChain, OutOfPages):
-                for _ in range(_MOST_PLANS):
-                    session = self._session(wanted_tokens, left_out, held, new_tokens)
-                    session = replace(session, held_in_common=in_common)
-                    planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
-                    hops = with_partners(planned, replicas, session).hops
-                    if not (poorer := session.poorer([hop.server for hop in hops])):
-                        return chain_of(hops, self._fingerprint)
-                    left_out |= poorer
+            session = self._session(wanted_tokens, excluded, held, new_tokens)
+            if (chain := self._plan_with_room(replace(session, held_in_common=in_common))) is not None:
+                return chain
+        return None
+
+    def _plan_with_room(self, session: PlannedSession) -> common_pb2.Chain | None:
+        """A chain whose servers have room for a session, also for what some of them lack of its text; None: not found.
+
+        Room does not count for a session of 0 tokens.
+        """
+        replicas = self._indexed().replicas
+        with contextlib.suppress(NoChain, OutOfPages):
+            for _ in range(_MOST_PLANS):
+                planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
+                hops = with_partners(planned, replicas, session).hops
+                if not (poorer := session.poorer([hop.server for hop in hops])):
+                    return chain_of(hops, self._fingerprint)
+                session = replace(session, excluded={*session.excluded, *poorer})
         return None
 
     def _no_chain(self, failure: CorollaError, *, are_some_full: bool) -> CorollaError:

@@ -91,8 +91,12 @@ class Bookings:
             sessions = self._sessions[server_id] = [each for each in sessions if each[0] > now_s - MOST_AGE_S]
         num_sessions, num_tokens = len(sessions), sum(num_tokens for _, num_tokens in sessions)
         if answered is not None:
-            reported = self._reported[server_id]
-            num_sessions += max(0, answered.num_sessions - reported.num_sessions)
-            if reported.HasField("max_session_tokens"):
-                num_tokens += max(0, reported.max_session_tokens - answered.max_session_tokens)
-        return Booked(num_sessions, num_tokens)
+            num_sessions += max(0, answered.num_sessions - self._reported[server_id].num_sessions)
+        return Booked(num_sessions, num_tokens + self.num_taken_tokens(server_id))
+
+    def num_taken_tokens(self, server_id: str) -> int:
+        """Returns how many tokens less a server had room for when it answered than when it reported."""
+        answered, reported = self._answered.get(server_id), self._reported.get(server_id)
+        if answered is None or reported is None or not reported.HasField("max_session_tokens"):
+            return 0
+        return max(0, reported.max_session_tokens - answered.max_session_tokens)

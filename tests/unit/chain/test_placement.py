@@ -17,7 +17,7 @@ from corolla.chain.routes import Routes
 from corolla.chassis.errors import AdapterNotFound, NoChain
 from corolla.planning.planner import plan_around_suspects
 from corolla.router.roster import Roster, place_of
-from corolla.v1 import common_pb2
+from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.simulation.loop import VirtualLoop
 
@@ -226,6 +226,30 @@ async def test_few_plans_are_tried_where_many_servers_hold_nothing(router: Route
         chain = await routes.plan(num_tokens=150, record_id="", blocks=None, held={"full": 128})
     assert chain.hops[0].server_id == "full"
     assert planned.call_count <= 6
+
+
+@watched
+async def test_a_text_is_worth_waiting_for_where_it_makes_the_difference(router: Router, watch: PlacementWatch) -> None:
+    server = pb.PlacedServer(
+        server=pb.ServerDescription(server_id="a", address="a:1", fingerprint="f"),
+        span=common_pb2.BlockSpan(start=0, end=5), state=pb.SERVER_STATE_READY,
+        load=pb.ServerLoad(max_session_tokens=30),
+    )  # fmt: skip
+    await router.push(pb.Placement(servers=[server], cheapest_chain=common_pb2.Chain()))
+    routes, held = Routes(cast(ControlPlane, router), watch, "f", 5), {"a": 64}
+    assert [routes.needs_text_in_common(num_tokens, held) for num_tokens in (30, 31, 94, 95)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert not routes.needs_text_in_common(90, {})
+    # Others that are about to open do not count, but what the server says does.
+    for _ in range(8):
+        await routes.plan(num_tokens=90, record_id="", blocks=None, held=held)
+    assert routes.needs_text_in_common(90, held)
+    routes.hear_load("a:1", blocks_pb2.HopLoad(max_session_tokens=20))
+    assert not routes.needs_text_in_common(90, held)
 
 
 @watched

@@ -49,8 +49,9 @@ def reservations_on(plane: Any, patience_s: float) -> Reservations:
 
     beginnings = SimpleNamespace(remember=lambda *_args: None, held=lambda *_args: {})
     routes: Any = SimpleNamespace(
-        plan=plan, on_open_refused=lambda *_args: None, is_settling=False, beginnings=beginnings
-    )
+        plan=plan, on_open_refused=lambda *_args: None, is_settling=False, beginnings=beginnings,
+        needs_text_in_common=lambda *_args: False,
+    )  # fmt: skip
     limits = ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
     return Reservations(routes, plane, limits)
 
@@ -71,21 +72,29 @@ async def test_who_asks_for_an_adapter_learns_why_no_server_has_it(refusal: Coro
         await reservations_on(BusyPlane(1000, refusal), 30.0).reserve([IDENTITY], OpenOptions(8, transient=True))
 
 
-@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize(
+    "num_held, room_tokens, patience_s, num_opens",
+    [(64, 30, 60.0, 6), (0, 30, 60.0, 1), (64, 20, 60.0, 1), (64, 90, 60.0, 1), (64, 30, 0.0, 1)],
+    ids=["waits", "nobody has begun", "full", "has room without", "too late"],
+)
 async def test_a_session_waits_for_pages_of_its_text_that_others_compute(
-    monkeypatch: pytest.MonkeyPatch, is_held: bool
+    monkeypatch: pytest.MonkeyPatch, num_held: int, room_tokens: int, patience_s: float, num_opens: int
 ) -> None:
+    """It does so only where these pages make the difference."""
     monkeypatch.setattr(reservations, "LONGEST_BUSY_PAUSE_S", 0.001)
-    opening = reservations_on(BusyPlane(5, OutOfPages("too few pages")), 1.0)
+    plane = BusyPlane(5, OutOfPages("too few pages"))
+    opening = reservations_on(plane, patience_s)
     routes: Any = opening.routes
-    routes.beginnings.held = lambda *_args: {"a": 64} if is_held else {}
+    routes.beginnings.held = lambda *_args: {"a": num_held} if num_held else {}
+    routes.needs_text_in_common = lambda num_tokens, held: num_tokens - held.get("a", 0) <= room_tokens < num_tokens
     routes.holder_for = lambda *_args: None
     options = OpenOptions(max_tokens=90, transient=True, texts=[range(80)])
-    if is_held:
+    if num_opens > 5:
         assert (await opening.reserve([IDENTITY], options)).chain == CHAIN
     else:
         with pytest.raises(OutOfPages):
             await opening.reserve([IDENTITY], options)
+        assert plane.num_refusals == 5 - num_opens
 
 
 class UnevenPlane:
