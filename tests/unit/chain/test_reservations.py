@@ -7,6 +7,7 @@ import pytest
 
 from corolla.chain import reservations
 from corolla.chain.beginnings import STRIDE_TOKENS, Beginnings
+from corolla.chain.fetches import Fetches
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.chassis.errors import AdapterNotLoaded, CorollaError, NoAdapterRoom, NoChain, OutOfPages, QueueFull
@@ -162,11 +163,13 @@ async def test_what_was_fetched_is_resumed_once(monkeypatch: pytest.MonkeyPatch)
             resumed.append(request.resume)
             return pb.Opened(), 8
 
-    async def fetch(*_args: Any) -> list[common_pb2.Hop]:
-        return list(CHAIN.hops)
+    async def fetch(*_args: Any) -> bool:
+        return True
 
-    monkeypatch.setattr(Reservations, "_fetch", fetch)
+    monkeypatch.setattr(Fetches, "fetch", fetch)
     opening = reservations_on(Plane(0), 1.0)
+    routes: Any = opening.routes
+    routes.beginnings.held = lambda *_args: {"b": 64}
     binding = await opening.reserve([IDENTITY], OpenOptions(max_tokens=90, transient=True, texts=[range(80)]))
     await opening.open([IDENTITY.in_next_epoch()], binding.open_options, CHAIN)
     assert resumed == [True, False]
