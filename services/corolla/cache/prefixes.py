@@ -4,14 +4,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.page_hashes import HASH_BYTES
 from corolla.wire.span import Span
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixKey:
+class PrefixKey(NamedTuple):
     """Identifies the contents of one whole page and of all pages before it.
 
     Attributes:
