@@ -59,10 +59,11 @@ STAND_INS: Final = {
     ),
     "curl": ("an error must fail the test", 'command curl --fail-with-body "$@"'),
     "corolla": (
-        "a stack is up, so services only read their options, and tests below start those of other pages; a chat reads "
-        "lines; a bench takes a minute; there is no hub to plan for",
+        "a stack is up, so services only read their options, and tests below start those of other pages; "
+        "tests/integration/test_join.py joins machines; a chat reads lines; a bench takes a minute; there is no hub to "
+        "plan for",
         """case $1 in
-            up | demo | router | block-server | client) command corolla "$@" --help >options ;;
+            up | demo | join | router | block-server | client) command corolla "$@" --help >options ;;
             chat) echo "Name a colour." | command corolla "$@" ;;
             bench) command corolla "$@" --rate 2 --seconds 1 --prompt-tokens 16 --answer-tokens 4 ;;
             plan) command corolla "$@" --model demo ;;

@@ -186,6 +186,7 @@ async def test_no_label_names_a_session_a_request_a_tenant_or_a_server(kind: str
             assert each.labels.keys() <= {
                 "le", "method", "code", "reason", "kind", "state", "model", "span", "script",
                 "finished_reason", "cause", "direction", "outcome", "fault", "task", "invariant", "quota", "digest",
+                "standby",
             }, family.name  # fmt: skip
             said = " ".join(each.labels.values())
             assert session_id not in said

@@ -117,7 +117,7 @@ def texts() -> list[str]:
 def test_what_is_written_for_the_file_is_small_and_holds_no_weights(demo: Checkpoint) -> None:
     assert (demo.name, demo.num_blocks, demo.hidden_size) == ("SmolLM2-135M-Instruct.Q4_1", 30, 576)
     assert (demo.vocab_size, demo.context_length, demo.has_tied_edges) == (49152, 8192, True)
-    assert sum(path.stat().st_size for path in default_cache_folder().rglob("*")) < 8_000_000
+    assert sum(path.stat().st_size for path in demo.folder.rglob("*")) < 8_000_000
     described = json.loads((demo.folder / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in described
 
