@@ -19,6 +19,7 @@ from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.states import LayerStates, SessionStates
 from corolla.cache.store import SessionCache
 from corolla.chain import recovery, standbys
 from corolla.chain.recovery_budget import METHODS, RecoveryReport
@@ -226,18 +227,28 @@ async def test_tokens_that_the_answer_may_drop_do_not_count(
     "family, hop",
     [("gemma3_text", 0), ("gpt_neo", 1), ("deepseek_v3", 0), ("qwen3_next", 0), ("lfm2", 1), ("falcon_mamba", 1)],
 )
-async def test_windows_latents_and_states_are_copied(tmp_path: Path, family: str, hop: int) -> None:
+async def test_windows_latents_and_states_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, hop: int
+) -> None:
     model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": CONTEXT_LENGTH})
+    arrived, arrive = [0], SessionStates.arrive
+
+    def note(states: SessionStates, position: int, layers: LayerStates) -> None:
+        arrived.append(position)
+        arrive(states, position, layers)
+
+    monkeypatch.setattr(SessionStates, "arrive", note)
     async with swarm_of(tmp_path, model) as swarm:
         expected = await undisturbed(swarm)
-        answering, running, standby = await begin(swarm, hop)
-
-        async def has_data() -> bool:
-            """States come more seldom than tokens, and some families have nothing else."""
-            port = standby.metrics_port
-            return answering.done() or await sample(port, "corolla_standby_bytes_total", direction="in") > 0
-
-        await until(has_data)
+        answering, running, _ = await begin(swarm, hop)
+        if family in ("qwen3_next", "lfm2", "falcon_mamba"):
+            # States come more seldom than tokens, and may belong to a token that the client service has not read yet.
+            await until(
+                lambda: (
+                    answering.done()
+                    or (arrived[-1] > NUM_PROMPT_TOKENS and num_held(running, SessionState.RUNNING) > arrived[-1] + 32)
+                )
+            )
         await swarm.crash(running)
         assert (await answering).token_ids == expected
         assert await num_recomputed(swarm) < NUM_PROMPT_TOKENS

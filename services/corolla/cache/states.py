@@ -109,8 +109,13 @@ class SessionStates:
         self.computed = {}
 
     def arrive(self, position: int, states: LayerStates) -> None:
-        """Replaces all states by states that another server computed."""
-        self._kept = {position: states} if position else {}
+        """Keeps states that another server computed. Of older states, it keeps the newest.
+
+        A client may not have read yet the token after which these states were.
+        """
+        older = max((each for each in self._kept if each < position), default=0)
+        began = {older: self._kept[older]} if older else {}
+        self._kept = {**began, position: states} if position else {}
 
     def share(self) -> "SessionStates":
         """Returns a SessionStates with the same kept states for another session."""

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from corolla.cache.layout import LayerGroups
+from corolla.cache.states import SessionStates
 from corolla.cache.store import KVStore, SessionCache
 
 NUM_PAGES, PAGE_TOKENS, NUM_LAYERS, HEADS, HEAD_SIZE = 12, 4, 2, 3, 5
@@ -104,3 +105,12 @@ def test_layers_of_one_kind_share_tables_and_groups_have_one_size() -> None:
     assert mixed.windows == (8, 8, 8, None)
     assert mixed.layer_indices == ((0, 0), (0, 1), (3, 0), (1, 0), (1, 1), (3, 1), (2, 0))
     assert mixed.layers_per_group == 2
+
+
+def test_states_that_arrive_leave_the_newest_older_ones() -> None:
+    """They may belong to a token that the client service has not read yet when the hop dies."""
+    states = SessionStates()
+    for position in (3, 7, 9):
+        states.arrive(position, {})
+    assert [position in states for position in (3, 7, 9)] == [False, True, True]
+    assert states.nearest(8) == 7
