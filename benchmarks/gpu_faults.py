@@ -101,7 +101,7 @@ async def _answers_with_a_kill(
 
     await until(is_in_mid_answer)
     statuses = await asyncio.gather(*(asyncio.to_thread(chain.status, server) for server in replicas))
-    victim = max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_sessions)[1]
+    victim = max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_running_sessions)[1]
     killed_s = time.perf_counter()
     chain.kill(victim)
     return killed_s, list(await asyncio.gather(*tasks))

@@ -28,7 +28,7 @@ import httpx2
 
 from benchmarks.chain import Chain
 from benchmarks.command import progress, random_ids, run
-from benchmarks.figures import Figure, at_least, figure
+from benchmarks.figures import Figure, at_least, figure, percentile
 from corolla.local.processes import ManagedProcess
 from corolla.models.checkpoint import Checkpoint
 
@@ -63,18 +63,17 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         exits.callback(http.close)
         generator = random.Random(options.seed)
         for length in options.lengths:
-            stalls_s: list[float] = []
-            are_equal: list[float] = []
+            kills: list[_Kill] = []
             for number in range(options.kills):
                 progress(f"kill {number + 1} of {options.kills} at {length} tokens")
-                stall_s, is_equal = _one_kill(options, service, http, length, generator)
-                stalls_s.append(stall_s)
-                are_equal.append(float(is_equal))
+                kills.append(_one_kill(options, service, http, length, generator))
             progress("")
-            yield figure(f"prompt of {length}: stall", "s", stalls_s)
-            yield figure(f"prompt of {length}: stall, p99 of {options.kills}", "s", [_quantile(stalls_s, 0.99)])
-            share = sum(are_equal) / len(are_equal)
-            yield figure(f"prompt of {length}: answers equal to undisturbed ones", "share", [share], at_least(1.0))
+            name, stalls_s = f"prompt of {length}, {len(kills)} kills", [each.stall_s for each in kills]
+            yield figure(f"{name}: stall", "s", stalls_s)
+            yield figure(f"{name}: stall, p99", "s", [percentile(stalls_s, 99)])
+            share = sum(each.is_equal for each in kills) / len(kills)
+            yield figure(f"{name}: answers equal to undisturbed ones", "share", [share], at_least(1.0))
+            yield figure(f"{name}: further ones that hit no answer", "", [sum(each.num_missed for each in kills)])
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ class _Victims:
         self._spans = [*self._spans[1:], span]
         victim = max(
             (server for server in self._chain.servers if server.blocks == span),
-            key=lambda server: self._chain.status(server).num_sessions,
+            key=lambda server: self._chain.status(server).num_running_sessions,
         )
         self._chain.kill(victim)
         self._dead.append(victim)
@@ -157,11 +156,24 @@ class _Heard:
     num_recoveries: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Kill:
+    """What one kill did to an answer.
+
+    Attributes:
+        is_equal: whether the answer equals the undisturbed one.
+        num_missed: how many kills before it hit no answer.
+    """
+
+    stall_s: float
+    is_equal: bool
+    num_missed: int
+
+
 def _one_kill(
     options: argparse.Namespace, service: _Service, http: httpx2.Client, length: int, generator: random.Random
-) -> tuple[float, bool]:
-    """The stall of one answer that lost a server, in seconds, and whether it equals the undisturbed one."""
-    for _ in range(_MOST_TRIES):
+) -> _Kill:
+    for num_missed in range(_MOST_TRIES):
         prompt = random_ids(length, service.vocab_size, generator.getrandbits(32))
         at_token = generator.randrange(1, options.tokens // 2)
         body = {
@@ -180,8 +192,11 @@ def _one_kill(
         service.restore()
         if service.tells_hits and not disturbed.num_recoveries:
             continue
-        undisturbed = _hear(http, body, lambda _: None)
-        return _longest_wait_s(disturbed.arrived_s, killed_s), disturbed.text == undisturbed.text
+        # Pages that were copied would change both answers alike, if they were wrong.
+        alone = {"cache_salt": "undisturbed"} if service.tells_hits else {}
+        undisturbed = _hear(http, body | alone, lambda _: None)
+        stall_s = _longest_wait_s(disturbed.arrived_s, killed_s)
+        return _Kill(stall_s, disturbed.text == undisturbed.text, num_missed)
     raise RuntimeError(f"no answer lost its server in {_MOST_TRIES} tries")
 
 
@@ -210,10 +225,6 @@ def _hear(http: httpx2.Client, body: dict[str, Any], at_token: Callable[[int], N
 def _longest_wait_s(arrived_s: list[float], since_s: float) -> float:
     """Between two events, of which the second one came after `since_s`."""
     return max(later - earlier for earlier, later in pairwise(arrived_s) if later > since_s)
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ async def _run(stack: RunningStack, rng: random.Random, figures: Figures) -> Non
     streams = [asyncio.create_task(_ask_again(stack, question, is_over)) for question in questions]
     drains: list[tuple[float, float]] = []
     for server in stack.servers:
-        num_hit = (await stack.status(server)).num_sessions
+        num_hit = (await stack.status(server)).num_running_sessions
         begun_s = time.monotonic()
         how, exit_s = await stack.end(server)
         drains.append((begun_s, begun_s + exit_s))

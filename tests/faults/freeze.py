@@ -25,7 +25,7 @@ async def _run(repertoire: LongRepertoire, rng: random.Random, figures: Figures,
     stack = repertoire.stack
     answers = await LongAnswers.begin(repertoire, rng)
     victim = await stack.busiest(span)
-    num_hit = (await stack.status(victim)).num_sessions
+    num_hit = (await stack.status(victim)).num_running_sessions
     frozen_at_s = time.monotonic()
     stack.kill(victim, signal.SIGSTOP)
     await asyncio.sleep(frozen_s)

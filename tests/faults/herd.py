@@ -42,7 +42,7 @@ async def _run(
     await asyncio.gather(*(until_tokens(answer, 8, task) for answer, task in zip(answers, tasks, strict=True)))
     await until_tokens(answers[0], rng.randint(8, _MAX_TOKENS // 2), tasks[0])
     victim = await stack.busiest(span)
-    num_hit = (await stack.status(victim)).num_sessions
+    num_hit = (await stack.status(victim)).num_running_sessions
     killed_s = time.monotonic()
     stack.kill(victim)
     await asyncio.gather(*tasks)

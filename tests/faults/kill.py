@@ -43,7 +43,7 @@ async def _run(
     # What is not open yet is counted nowhere, and may be hit all the same.
     num_hit = len(victims) * len(answers)
     if all(answer.token_ids for answer in answers):
-        num_hit = sum([(await stack.status(victim)).num_sessions for victim in victims])
+        num_hit = sum([(await stack.status(victim)).num_running_sessions for victim in victims])
     pause_s = rng.choice((0.0, rng.uniform(0, 0.1)))
     killed_s = time.monotonic()
     for number, victim in enumerate(victims):

@@ -108,10 +108,10 @@ class RunningStack:
             return await stub.GetStatus(blocks_pb2.GetBlockServerStatusRequest(), timeout=5, wait_for_ready=True)
 
     async def busiest(self, span: str) -> ManagedProcess:
-        """The server with most sessions among those of a span."""
+        """The server with most sessions in mid-answer among those of a span."""
         replicas = [server for server in self.servers if server.blocks == span]
         statuses = await asyncio.gather(*map(self.status, replicas))
-        return max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_sessions)[1]
+        return max(zip(statuses, replicas, strict=True), key=lambda pair: pair[0].num_running_sessions)[1]
 
     def kill(self, server: ManagedProcess, number: int = signal.SIGKILL) -> None:
         self.local.kill(server.name, number)

@@ -151,6 +151,7 @@ class BlockServicer:
             fingerprint=identity.fingerprint,
             dtype=identity.dtype_name,
             num_sessions=len(self.sessions),
+            num_running_sessions=self.sessions.num_running,
             num_pages=pool.num_pages,
             num_free_pages=pool.num_available,
             num_cached_pages=pool.num_cached,

@@ -76,6 +76,11 @@ class SessionTable(Generic[AnyCache]):
         return self.pool.num_available + num_idle + self.pool.num_uncharged
 
     @property
+    def num_running(self) -> int:
+        """How many sessions are in mid-answer."""
+        return sum(not session.is_idle for session in self)
+
+    @property
     def num_running_tokens(self) -> int:
         """How many tokens the sessions hold that are in mid-answer."""
         return sum(session.cache.num_tokens for session in self if not session.is_idle)

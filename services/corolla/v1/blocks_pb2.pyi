@@ -1739,6 +1739,7 @@ class BlockServerStatus(_message.Message):
     NUM_CACHED_PAGES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_SESSIONS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     model: _builtins.str
     fingerprint: _builtins.str
@@ -1753,6 +1754,8 @@ class BlockServerStatus(_message.Message):
     num_cached_pages: _builtins.int
     """The number of free pages that hold beginnings of texts for reuse."""
     adapter_bytes: _builtins.int
+    num_running_sessions: _builtins.int
+    """The sessions among num_sessions that are in mid-answer here; the others are parked, or the server stands by for them."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
@@ -1777,10 +1780,11 @@ class BlockServerStatus(_message.Message):
         num_cached_pages: _builtins.int = ...,
         adapters: _abc.Iterable[_common_pb2.AdapterVersion] | None = ...,
         adapter_bytes: _builtins.int = ...,
+        num_running_sessions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapters", b"adapters", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapters", b"adapters", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_running_sessions", b"num_running_sessions", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
