@@ -239,17 +239,14 @@ class Routes:
         self, hop: common_pb2.Hop, excluded: Collection[str], num_tokens: int, num_placed: Mapping[str, int]
     ) -> common_pb2.Hop | None:
         """The server that should stand by for a hop; see `planning.standbys`."""
-        return standby_for(
-            hop, self._indexed().placed, self._avoided().union(excluded), fingerprint=self._fingerprint,
-            num_tokens=num_tokens, num_placed=num_placed,
-        )  # fmt: skip
+        avoided = self._avoided().union(excluded)
+        return standby_for(hop, self._indexed().ready, avoided, num_tokens=num_tokens, num_placed=num_placed)
 
     def holder_for(
         self, hop: common_pb2.Hop, excluded: Collection[str], held: Mapping[str, int]
     ) -> common_pb2.Hop | None:
         """The server that holds most of a text as the hop would compute it; see `planning.standbys`."""
-        avoided = self._avoided().union(excluded)
-        return holder_for(hop, self._indexed().placed, avoided, held, fingerprint=self._fingerprint)
+        return holder_for(hop, self._indexed().ready, self._avoided().union(excluded), held)
 
     async def wait_for_update(self, until_s: float) -> None:
         """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from corolla.cli.control_channel import router_stub
-from corolla.planning.losses import Lack, lacks, loss_seconds
+from corolla.planning.losses import lacks, loss_seconds
+from corolla.planning.standbys import Lack
 from corolla.v1 import router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
 from corolla.wire.span import Span

@@ -2,29 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from enum import StrEnum
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from corolla.planning.candidates import by_fingerprint
 from corolla.planning.planner import Candidate
-from corolla.planning.standbys import node_of
+from corolla.planning.standbys import Lack, lack_of
 from corolla.v1 import router_pb2 as pb
 
 _MICRO: Final = 1_000_000
-
-
-class Lack(StrEnum):
-    """What is missing for a standby of a server, from the most to the least."""
-
-    SERVER = "server"
-    """No other server has all of its blocks."""
-    NUMERICS = "numerics"
-    """The others compute in another way."""
-    ROOM = "room"
-    """Those that compute alike are full."""
-    NODE = "node"
-    """Those with room would be lost with the node."""
 
 
 def loss_seconds(
@@ -66,24 +52,11 @@ def lacks(servers: Collection[pb.PlacedServer]) -> dict[str, Lack]:
         for each in group:
             load = loads[each.server_id]
             num_tokens = max(1, load.num_tokens_at_risk // max(1, load.num_sessions))
-            if (lack := _lack(each, group, num_tokens)) is not None:
-                found[each.server_id] = lack
+            lacking = {lack_of(other, each, each.span, num_tokens) for other in group}
+            if None not in lacking:
+                # The server that lacks least.
+                found[each.server_id] = max(filter(None, lacking), key=list(Lack).index)
     return found
-
-
-def _lack(server: Candidate, group: Sequence[Candidate], num_tokens: int) -> Lack | None:
-    demands: dict[Lack, Callable[[Candidate], bool]] = {
-        Lack.SERVER: lambda other: other is not server and not other.is_suspected and other.span.covers(server.span),
-        Lack.NUMERICS: lambda other: other.numerics.agrees_with(server.numerics),
-        Lack.ROOM: lambda other: other.room_tokens >= num_tokens,
-        Lack.NODE: lambda other: node_of(other.address) != node_of(server.address),
-    }
-    left = list(group)
-    for lack, is_met in demands.items():
-        left = [other for other in left if is_met(other)]
-        if not left:
-            return lack
-    return None
 
 
 def _blocks(server: Candidate) -> range:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from corolla.planning.losses import Lack, lacks, loss_seconds
+from corolla.planning.losses import lacks, loss_seconds
+from corolla.planning.standbys import Lack
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
+from corolla.planning.candidates import candidates
 from corolla.planning.standbys import holder_for, standby_for
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 
 
 def placed(server_id: str, host: str, zone: str = "a", start: int = 0, end: int = 4, **facts: Any) -> pb.PlacedServer:
-    server = pb.ServerDescription(server_id=server_id, address=f"{host}:1", fingerprint="f", zone=zone)
+    fingerprint = facts.pop("fingerprint", "f")
+    server = pb.ServerDescription(server_id=server_id, address=f"{host}:1", fingerprint=fingerprint, zone=zone)
     span = common_pb2.BlockSpan(start=start, end=end)
     state, suspected = facts.pop("state", pb.SERVER_STATE_READY), facts.pop("suspected", False)
     load = pb.ServerLoad(**{"numerics": "n", "max_session_tokens": 1000, **facts})
@@ -22,8 +24,8 @@ HELD = placed("hop", "10.0.0.1")
 
 
 def chosen(*others: pb.PlacedServer, excluded: tuple[str, ...] = (), **facts: Any) -> str:
-    servers = {each.server.server_id: each for each in (HELD, *others)}
-    found = standby_for(HOP, servers, excluded, fingerprint="f", num_tokens=100, **facts)
+    ready = {each.server_id: each for each in candidates([HELD, *others])}
+    found = standby_for(HOP, ready, excluded, num_tokens=100, **facts)
     if found is None:
         return ""
     assert found.span == HOP.span
@@ -31,21 +33,23 @@ def chosen(*others: pb.PlacedServer, excluded: tuple[str, ...] = (), **facts: An
 
 
 def test_another_node_comes_before_another_zone_and_load() -> None:
-    here, near = placed("here", "10.0.0.1", num_free_pages=9), placed("near", "10.0.0.2", num_free_pages=9)
-    far, full = placed("far", "10.0.0.3", "b"), placed("full", "10.0.0.4", "b", num_free_pages=5)
+    here = placed("here", "10.0.0.1", max_session_tokens=9000)
+    near = placed("near", "10.0.0.2", max_session_tokens=9000)
+    far, roomy = placed("far", "10.0.0.3", "b"), placed("roomy", "10.0.0.4", "b", max_session_tokens=5000)
     assert chosen() == ""
     assert chosen(here) == "here"
     assert chosen(here, near) == "near"
     assert chosen(here, near, far) == "far"
-    assert chosen(here, near, far, full) == "full"
-    assert chosen(here, near, far, full, num_placed={"full": 1}) == "far"
-    assert chosen(here, near, far, full, excluded=("far", "full")) == "near"
+    assert chosen(here, near, far, roomy) == "roomy"
+    assert chosen(here, near, far, roomy, num_placed={"roomy": 1}) == "far"
+    assert chosen(here, near, far, roomy, excluded=("far", "roomy")) == "near"
 
 
 @pytest.mark.parametrize(
     "facts",
     [
         {"numerics": "other"}, {"state": pb.SERVER_STATE_DRAINING}, {"suspected": True}, {"start": 1}, {"end": 1},
+        {"fingerprint": "g"},
     ],
     ids=str,
 )  # fmt: skip
@@ -56,8 +60,8 @@ def test_a_server_that_could_not_go_on_does_not_stand_by(facts: dict[str, Any]) 
 
 
 def holder(held: dict[str, int], *others: pb.PlacedServer, excluded: tuple[str, ...] = ()) -> str:
-    servers = {each.server.server_id: each for each in (HELD, *others)}
-    found = holder_for(HOP, servers, excluded, held, fingerprint="f")
+    ready = {each.server_id: each for each in candidates([HELD, *others])}
+    found = holder_for(HOP, ready, excluded, held)
     if found is None:
         return ""
     assert found.span == HOP.span
