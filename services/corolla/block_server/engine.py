@@ -351,6 +351,7 @@ class Engine:
         seconds = self.clock() - (started_s if began_s is None else began_s)
         # Outputs leave before the metrics are updated, because other hops wait for them.
         num_undelivered = self._delivery.deliver(admitted, result)
+        _tell_of_change(admitted)
         if self.spans is not None:
             self.spans.record(admitted, result.outputs, seconds)
         num_rows = len(result.outputs)
@@ -449,6 +450,12 @@ class Engine:
 def moved(average: float, value: float) -> float:
     """The average, moved by a tenth towards the new value. An average of 0 becomes the value."""
     return average + (_WEIGHT if average else 1.0) * (value - average)
+
+
+def _tell_of_change(admitted: Sequence[AdmittedStep]) -> None:
+    for batch in admitted:
+        for _, session, _ in batch.rows:
+            session.on_change()
 
 
 def _is_plain_decode(steps: Sequence[QueuedStep[StepWork]]) -> bool:

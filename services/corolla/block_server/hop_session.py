@@ -1,6 +1,6 @@
 """One session on this hop: its request, its state, and the table of state transitions. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -134,6 +134,10 @@ class ForbiddenTransition(RuntimeError):
         super().__init__(f"a session that is {state.value} cannot be: {event.value}")
 
 
+def nothing() -> None:
+    """Does nothing about a change of a session."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
     """The request to open a session on this hop. See `Open` in blocks.proto.
@@ -251,6 +255,7 @@ class HopSession(Generic[AnyCache]):
             opened.
         ring: the ring on which its tokens go round; None while they do not.
         num_settled_tokens: how many of its tokens the answer keeps, whatever becomes of the drafts after them.
+        on_change: is called after each step and after each event, for what copies the session elsewhere meanwhile.
         unsent_before: for each group of layers with a sliding window, the tokens before this one may lack on a standby.
         last_used_s: the time at which the session was last used.
     """
@@ -265,6 +270,7 @@ class HopSession(Generic[AnyCache]):
     newest_ring_position: int = -1
     ring: RingPlace | None = None
     num_settled_tokens: int = 0
+    on_change: Callable[[], None] = field(init=False, default=nothing)
     unsent_before: dict[int, int] = field(init=False, default_factory=dict)
     last_used_s: float = 0.0
     _state: SessionState = field(init=False, default=SessionState.NEW)
@@ -293,6 +299,7 @@ class HopSession(Generic[AnyCache]):
             self.ring = None
             if self.request.sampler is not None or self.request.adapter is not None:
                 self.request = replace(self.request, sampler=None, adapter=None)
+        self.on_change()
 
     def check_open(self, request: OpenRequest) -> None:
         """Checks whether the session may be opened, or offered, again.

@@ -10,7 +10,7 @@ from typing import Final
 
 from corolla.block_server.handover.plan import LEAST_TOKENS, HandoverProgress, part_tokens
 from corolla.block_server.handover.sender import HandoverLink, HandoverSender
-from corolla.block_server.hop_session import HopSession, SessionState
+from corolla.block_server.hop_session import HopSession, SessionState, nothing
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import PeerTable
@@ -24,11 +24,11 @@ from corolla.wire.stream import Connect
 
 log = logging.getLogger(__name__)
 
+_PAUSE_S: Final = 0.02
+_SESSIONS_PER_PAUSE: Final = 8
+"""A session that has caught up pauses before its next part, and longer among many, so that parts hold up few steps."""
 _MOST_PARTS: Final = 4
 """How many parts are copied or travel at a time, for all sessions together."""
-_LOOK_INTERVAL_S: Final = 0.02
-_SESSIONS_PER_INTERVAL: Final = 8
-"""If there are more sessions, each looks less often, so that all together take a small share of the event loop."""
 
 
 @dataclass(slots=True)
@@ -136,9 +136,11 @@ class Standbys:
         return standby.address
 
     def _forget(self, session_id: bytes) -> None:
-        standby = self._by_session.pop(session_id, None)
+        standby, session = self._by_session.pop(session_id, None), self.sessions.get(session_id)
         if standby is not None:
             self.tasks.cancel(standby.task)
+            if session is not None:
+                session.on_change = nothing  # the compute thread reads the last part of a handover
 
     async def _keep(
         self, session: HopSession[SessionCache], version: int, control: pb.Standby, progress: HandoverProgress
@@ -148,13 +150,12 @@ class Standbys:
         try:
             async with self._linked(control.hop.address) as link:
                 while self.sessions.in_version(request.session_id, version).state is SessionState.RUNNING:
-                    num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
-                    num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
-                    if num_settled < num_sent + part_tokens(num_settled, self.least_tokens):
+                    if not self._is_due(session, progress):
+                        num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
                         if num_sent and not has_answered:
                             self._tell(session, num_sent)
                             has_answered = True
-                        await asyncio.sleep(_LOOK_INTERVAL_S * (1 + len(self._by_session) // _SESSIONS_PER_INTERVAL))
+                        await self._until_due(session, version, progress)
                         continue
                     async with self._room:
                         num_bytes = await self.sender.copy_settled(session, control.transfer_id, progress, link)
@@ -174,6 +175,29 @@ class Standbys:
                 del self._by_session[request.session_id]
         if session.version == version:
             self._tell(session, 0)
+
+    async def _until_due(self, session: HopSession[SessionCache], version: int, progress: HandoverProgress) -> None:
+        """Returns after a pause, once the next part should be copied, or the session's turn or epoch has ended."""
+        has_changed = asyncio.Event()
+
+        def look() -> None:
+            is_over = session.version != version or session.state is not SessionState.RUNNING
+            if is_over or self._is_due(session, progress):
+                has_changed.set()
+
+        session.on_change = look
+        try:
+            await asyncio.sleep(_PAUSE_S * (1 + len(self._by_session) // _SESSIONS_PER_PAUSE))
+            await has_changed.wait()
+        finally:
+            if session.on_change is look:
+                session.on_change = nothing
+
+    def _is_due(self, session: HopSession[SessionCache], progress: HandoverProgress) -> bool:
+        """So many tokens are settled that the next part should be copied."""
+        num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
+        num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
+        return num_settled >= num_sent + part_tokens(num_settled, self.least_tokens)
 
     def _tell(self, session: HopSession[SessionCache], num_tokens: int) -> None:
         """Tells the client how many tokens of a session its standby holds; 0: the standby is lost."""

@@ -7,28 +7,25 @@ from typing import Any, cast
 from prometheus_client import Counter
 
 from corolla.block_server.handover.standbys import Standbys
-from corolla.block_server.hop_session import SessionState
+from corolla.block_server.hop_session import SessionState, nothing
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.stream import Connect
+from tests.integration.waiting import until
 
 
 async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None:
     sent, num_looks = list[int](), 0
     session: Any = SimpleNamespace(
-        request=SimpleNamespace(session_id=b"s" * 16, epoch=1, client_id=b"c" * 16),
+        request=SimpleNamespace(session_id=b"s" * 16, epoch=1, client_id=b"c" * 16, only_cached=False),
         cache=SimpleNamespace(num_tokens=7, num_unchanged_tokens=0),
-        version=1, state=SessionState.RUNNING, num_settled_tokens=7, rewound_step_id=0,
+        version=1, state=SessionState.RUNNING, num_settled_tokens=7, rewound_step_id=0, on_change=nothing,
     )  # fmt: skip
 
     def in_version(_session_id: bytes, _version: int) -> Any:
         nonlocal num_looks
         num_looks += 1
-        if num_looks == 2:
-            session.cache.num_tokens = session.num_settled_tokens = 16
-        if num_looks == 5:
-            session.state = SessionState.PARKED
         return session
 
     async def copy_settled(_session: Any, _transfer_id: bytes, progress: Any, _link: Any) -> int:
@@ -36,6 +33,11 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
         progress.begin(16)
         session.cache.num_unchanged_tokens = 16
         return 1
+
+    def hold(num_tokens: int) -> None:
+        """A step has settled these tokens."""
+        session.cache.num_tokens = session.num_settled_tokens = num_tokens
+        session.on_change()
 
     peer = SimpleNamespace(send=lambda standby: sent.append(standby.num_tokens))
     ended = asyncio.get_running_loop().create_future()
@@ -49,7 +51,15 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
     covering = Standbys(sessions, sender, peers, neighbours, connect, "weights", tasks, metrics)
     hop = common_pb2.Hop(address="x:1")
     covering.name(pb.Standby(session_id=b"s" * 16, epoch=1, hop=hop, transfer_id=b"t" * 16))
-    async with asyncio.timeout(60):
-        await ended
+    await until(lambda: num_looks == 1)
+    hold(15)
+    await asyncio.sleep(0.1)
+    assert num_looks == 1, "fewer tokens than one part"
+    hold(16)
+    await until(lambda: sent == [16])
+    session.state = SessionState.PARKED
+    session.on_change()
+    await until(ended.done)
     await tasks.close()
     assert sent == [16]
+    assert session.on_change is nothing
