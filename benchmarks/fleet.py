@@ -27,12 +27,14 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from benchmarks.command import run
 from benchmarks.figures import Figure, at_least, at_most, figure
+from corolla.block_server.beginnings import MOST_ANNOUNCED
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import CorollaError
 from corolla.local.ports import Ports
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.beginnings import DIGEST_BYTES
 from tests.embedded_redis import EmbeddedRedis
 
 Pipe = TypeVar("Pipe", asyncio.StreamReader, asyncio.StreamWriter)
@@ -40,6 +42,8 @@ Pipe = TypeVar("Pipe", asyncio.StreamReader, asyncio.StreamWriter)
 _NUM_BLOCKS: Final = 80
 _BLOCKS_OF_A_SERVER: Final = 10
 _NUM_PAGES: Final = 4096
+_NEW_BEGINNINGS: Final = 6
+"""The beginnings of texts that a server announces anew with each heartbeat, since two answers have ended."""
 _JOINS_AT_ONCE: Final = 20
 _PLANS_AT_ONCE: Final = 40
 _NUM_PLANS: Final = 100
@@ -278,6 +282,7 @@ class _Server:
     server_id: str = field(default_factory=lambda: secrets.token_hex(16))
     joined: asyncio.Event = field(default_factory=asyncio.Event)
     num_heartbeats: int = 0
+    beginnings: bytes = b""
 
     async def live(self) -> None:
         """Joins, and sends heartbeats until the task is cancelled."""
@@ -300,9 +305,11 @@ class _Server:
 
     async def beat(self) -> None:
         self.num_heartbeats += 1
+        new = secrets.token_bytes(_NEW_BEGINNINGS * DIGEST_BYTES)
+        self.beginnings = (new + self.beginnings)[: MOST_ANNOUNCED * DIGEST_BYTES]
         load = pb.ServerLoad(
             num_pages=_NUM_PAGES, num_free_pages=_NUM_PAGES, max_session_tokens=_NUM_PAGES << 4,
-            heartbeat_number=self.num_heartbeats,
+            heartbeat_number=self.num_heartbeats, beginnings=self.beginnings,
         )  # fmt: skip
         beat = pb.HeartbeatRequest(model=self.model, server_id=self.server_id, state=pb.SERVER_STATE_READY, load=load)
         stub: Any = self.control.stub

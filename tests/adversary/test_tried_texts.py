@@ -9,12 +9,15 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from corolla.chain.beginnings import named_beginnings
+from corolla.chain.reservations import OpenOptions
 from corolla.chassis.errors import SettingsError
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.beginnings import unpack
 from corolla.wire.frames import Frame
-from corolla.wire.page_hashes import page_hashes
+from corolla.wire.page_hashes import TextDigests, page_hashes
 from corolla.wire.stream import connect
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.swarm import Swarm
@@ -62,6 +65,12 @@ async def test_only_who_knows_the_secret_finds_a_text_by_trying_it(tmp_path: Pat
                 answer = await client.generate(PROMPT, max_tokens=4, ignore_eos=True)
             assert answer.usage.cached_tokens == num_cached
         assert await num_found(swarm) == (0 if secret else 2 * PAGE_TOKENS)
+        # An intruder who sees a heartbeat tries texts, too.
+        announced = unpack(swarm.servers[0].engine.sessions.announced.newest_first())
+        assert bool(announced) == bool(secret)
+        salts = b"", OpenOptions(max_tokens=1, transient=True).beginning_salt
+        tried = (named_beginnings(TextDigests(PROMPT), salt, range(len(PROMPT) + 1)) for salt in salts)
+        assert not set(announced).intersection(each.digest for found in tried for each in found)
 
 
 @pytest.mark.parametrize("edges", ["local", "remote"])

@@ -11,10 +11,13 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from pydantic import SecretStr
 
+from corolla.chain.beginnings import Beginnings
 from corolla.chassis.errors import InvalidRequest, OutOfPages
 from corolla.planning import replicas
 from corolla.sdk.async_client import AsyncClient
+from corolla.wire.beginnings import unpack
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
@@ -232,18 +235,41 @@ async def test_a_cancelled_answer_leaves_only_valid_cached_pages(stack: Stack, c
     assert answer.usage.cached_tokens >= (90 + 59) // PAGE_TOKENS * PAGE_TOKENS
 
 
+def announced_by(swarm: Swarm) -> set[tuple[str, int]]:
+    """The beginnings of texts that servers announce."""
+    tables = [(server.server_id, server.engine.sessions) for server in swarm.servers]
+    return {(server_id, each) for server_id, table in tables for each in unpack(table.announced.newest_first())}
+
+
 async def test_a_conversation_that_is_sent_again_meets_its_pages_among_replicas(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Callers without sessions take turns, each with the whole of its conversation."""
+    """Callers without sessions take turns, each with the whole of its conversation.
+
+    They go on at another client service, which learns from heartbeats what servers hold.
+    """
     # Pages outweigh the times of steps, which a busy machine makes.
     monkeypatch.setattr(replicas, "ANSWER_TOKENS", 1e-6)
-    spans = ["0:2", "2:5"] * 3
-    async with Swarm(tmp_path, model, spans, server={"page_tokens": PAGE_TOKENS}) as swarm, swarm.connect() as client:
+    heard, hear = dict[Beginnings, set[tuple[str, int]]](), Beginnings.hear
+
+    def listen(beginnings: Beginnings, server_id: str, announced: bytes) -> None:
+        hear(beginnings, server_id, announced)
+        heard.setdefault(beginnings, set()).update((server_id, each) for each in unpack(announced))
+
+    monkeypatch.setattr(Beginnings, "hear", listen)
+    async with Swarm(
+        tmp_path, model, ["0:2", "2:5"] * 3, num_clients=2, server={"page_tokens": PAGE_TOKENS},
+        client={"cache_secret": SecretStr("a secret of many characters, at least 32")},
+        router={"load_push_interval_s": 0.1},
+    ) as swarm, swarm.connect(0) as client, swarm.connect(1) as other_client:  # fmt: skip
         talks = [some_tokens(4 * PAGE_TOKENS, seed) for seed in range(6)]
         num_cached = num_held = 0
-        for turn in range(4):
+        for turn in range(3):
             held = list(map(len, talks))
+            if turn == 2:
+                client = other_client
+                await swarm.until_empty()
+                await until(lambda: len(heard) == 2 and all(announced_by(swarm) <= each for each in heard.values()))
             answers = await asyncio.gather(*(client.generate(talk, **GREEDY) for talk in talks))
             for number, answer in enumerate(answers):
                 if turn:

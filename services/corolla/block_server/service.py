@@ -497,6 +497,7 @@ class BlockServer:
             capacity_blocks=capacity,
             decode_tokens_per_second=speed.decode_tokens_per_second,
             prefill_tokens_per_second=speed.prefill_tokens_per_second,
+            cache_token_bytes=speed.cache_bytes_per_token,
             head_blocks=speed.head_blocks,
             weight_blocks=self._loader.weight_bytes(memory, checkpoint) / speed.block_bytes,
             tied_edges=checkpoint.has_tied_edges,
@@ -579,4 +580,5 @@ class BlockServer:
             numerics=str(self._numerics),
             kernels=self._kernels,
             num_tokens_at_risk=max(0, self._sessions.num_running_tokens - num_copied),
+            beginnings=self._sessions.announced.newest_first(),
         )

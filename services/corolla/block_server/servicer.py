@@ -11,6 +11,7 @@ from typing import Any, Final
 import psutil
 
 from corolla.block_server.adapters import Adapters
+from corolla.block_server.beginnings import named_in
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
@@ -372,8 +373,8 @@ class BlockServicer:
         return held.state is not SessionState.RUNNING and held.request.sender == peer.name
 
     def _holds(self, control: pb.Holds, payload: Buffer, peer: Peer) -> None:
-        hashes = self._checks.page_hashes(control.text)
-        set_hashes = partial(self.sessions.set_page_hashes, control.session_id, control.epoch, hashes)
+        hashes, beginnings = self._checks.page_hashes(control.text), named_in(control, peer.workload)
+        set_hashes = partial(self.sessions.set_page_hashes, control.session_id, control.epoch, hashes, beginnings)
         self._change(control.session_id, peer, set_hashes)
 
     def _standby(self, control: pb.Standby, payload: Buffer, peer: Peer) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Generic
 
+from corolla.block_server.beginnings import AnnouncedBeginnings
 from corolla.block_server.hop_session import AnyCache, HopSession, OpenRequest, SessionEvent, SessionState
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.cache.pages import PagePool, too_few_pages
-from corolla.cache.prefixes import salt_of
+from corolla.cache.prefixes import PrefixKey, salt_of
 from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
 from corolla.wire.span import Span
 
@@ -39,6 +40,7 @@ class SessionTable(Generic[AnyCache]):
 
     Attributes:
         guarantees: the guaranteed pages of tenants.
+        announced: the beginnings of texts that heartbeats announce.
         is_draining: whether new sessions are refused; held sessions may be reopened until they leave.
         num_standby_tokens: how many tokens standbys held when their sessions were opened here to go on.
     """
@@ -49,6 +51,7 @@ class SessionTable(Generic[AnyCache]):
     max_prompt_bytes: int = 0
     on_forget: Callable[[bytes], None] = lambda session_id: None
     guarantees: PageGuarantees = field(init=False, default_factory=PageGuarantees)
+    announced: AnnouncedBeginnings = field(init=False)
     # Sessions are in order of use, least recently used first.
     _sessions: dict[bytes, HopSession[AnyCache]] = field(init=False, default_factory=dict)
     _versions: Iterator[int] = field(init=False, default_factory=lambda: itertools.count(1))
@@ -57,6 +60,9 @@ class SessionTable(Generic[AnyCache]):
     num_evicted: int = field(init=False, default=0)
     num_standby_tokens: int = field(init=False, default=0)
     is_draining: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.announced = AnnouncedBeginnings(self.pool.has_prefix)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -416,13 +422,22 @@ class SessionTable(Generic[AnyCache]):
         if idle:
             session.apply(SessionEvent.TURN_ENDED)
 
-    def set_page_hashes(self, session_id: bytes, epoch: int, hashes: Sequence[bytes]) -> None:
-        """Notes the digests of the session's first pages, unless it has another epoch or trained prompts."""
+    def set_page_hashes(
+        self, session_id: bytes, epoch: int, hashes: Sequence[bytes], beginnings: Iterable["pb.Beginning"] = ()
+    ) -> None:
+        """Notes the digests of the session's first pages, unless it has another epoch or trained prompts.
+
+        Args:
+            beginnings: those of the session's text that heartbeats are to announce.
+        """
         session = self._sessions.get(session_id)
         if session is not None and session.request.epoch == epoch and session.request.prompts is None:
             request = session.request
             salt = salt_of(request.tenant, request.blocks, request.adapter_version, long_factors=request.long_factors)
             session.cache.set_page_hashes(salt, hashes)
+            for each in beginnings:
+                if last_page := hashes[: each.num_tokens // self.pool.page_tokens][-1:]:
+                    self.announced.note(each.digest, PrefixKey(salt, last_page[0], 0))
 
     def end(self, session_id: bytes, epoch: int) -> None:
         """Frees the session, unless it was reopened in a later epoch."""

@@ -244,6 +244,10 @@ class PagePool:
         """The page with this key, if there is one. The caller must share it before the pool changes, to keep it."""
         return self._prefixes.find(key)
 
+    def has_prefix(self, key: PrefixKey) -> bool:
+        """The page with this key is in the prefix cache, or waits in the memory of the machine."""
+        return self._prefixes.find(key) is not None or (self.host is not None and key in self.host)
+
     def renew_prefix(self, key: PrefixKey) -> int | None:
         """Like `find_prefix`. If no session holds the page, it and those that it needs will be evicted last."""
         page = self._prefixes.find(key)

@@ -42,6 +42,8 @@ class SessionPages:
         self.num_tokens = 0
         self.num_reserved_tokens = 0
         self._text: ExpectedText | None = None
+        # What was looked up last, the pool's version then, and what was found.
+        self._looked_up: tuple[ExpectedText, int, int, _Match] | None = None
         self._num_remembered = 0
         self._has_stepped = False
         self.write_start = 0
@@ -201,7 +203,7 @@ class SessionPages:
             self._begin_with(num_matched, cached)
         self.reserve(num_reserved)
         self._text = None if max_tokens is None else text
-        self._num_remembered, self._has_stepped = 0, False
+        self._looked_up, self._num_remembered, self._has_stepped = None, 0, False
 
     def _begin_with(self, num_matched: int, cached: Sequence[Sequence[int]]) -> None:
         """Holds pages of the prefix cache in place of all that the session has, its promise included."""
@@ -218,13 +220,18 @@ class SessionPages:
         return self._cached(text, max_tokens)[0] * self.pool.page_tokens
 
     def _cached(self, text: ExpectedText | None, max_tokens: int) -> _Match:
+        """What the prefix cache has of a text. An open asks twice, and it is looked up again only after evictions."""
         if text is None:
             return 0, []
+        if (last := self._looked_up) is not None and last[0] is text and last[1:3] == (max_tokens, self.pool.version):
+            return last[3]
         found = self._found(text.salt, self._hashes_to_find(text, max_tokens))
         num_matched = self._num_matched([[page is not None for page in pages] for pages in found])
         first = [table.num_passed_pages(num_matched) for table in self.tables]
         needed = [pages[start:num_matched] for start, pages in zip(first, found, strict=True)]
-        return num_matched, [[page for page in pages if page is not None] for pages in needed]
+        match = num_matched, [[page for page in pages if page is not None] for pages in needed]
+        self._looked_up = text, max_tokens, self.pool.version, match
+        return match
 
     def pages_to_return(self, text: ExpectedText, max_tokens: int) -> list[PrefixName]:
         """The pages in the memory of the machine with which a session would find more of its text, in their order.

@@ -1,21 +1,24 @@
 """Remembers which servers hold which beginnings of texts, for the next text that begins alike. Pure.
 
 Callers of stateless interfaces send a whole conversation again with each turn. A server that computed the turn before
-still holds its pages, so a plan that leads there spares the prompt. This module keeps digests of the same kind as the
-names of pages (`wire/page_hashes`) and ids of servers, and nothing of the text.
+still holds its pages, so a plan that leads there spares the prompt. This module keeps digests, begun with the salt of
+the tenant, and ids of servers, and nothing of the text. It learns of the texts that this process sent, and of those
+that servers announce, since the callers of other client services left them there.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from corolla.wire.page_hashes import HASH_BYTES, page_hashes
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.beginnings import DIGEST_BYTES, unpack
+from corolla.wire.page_hashes import HASH_BYTES, TextDigests
 
 STRIDE_TOKENS: Final = 64
 """The tokens between two beginnings of one text that are remembered."""
 MOST_BEGINNINGS: Final = 1 << 15
 _MOST_SERVERS: Final = 32
-"""The most servers that are remembered for one beginning; the newest texts with it count."""
+"""The most servers that are remembered for one beginning; those that came to hold it last count."""
 
 
 class Beginnings:
@@ -27,27 +30,25 @@ class Beginnings:
 
     def __init__(self, most: int = MOST_BEGINNINGS) -> None:
         self._most = most
-        self._servers: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+        self._servers: OrderedDict[int, tuple[str, ...]] = OrderedDict()
 
-    def remember(self, token_ids: Sequence[int], salt: bytes, server_ids: Iterable[str]) -> None:
+    def remember(self, text: TextDigests, salt: bytes, server_ids: Iterable[str]) -> None:
         """Notes that servers hold a text.
 
         Args:
             salt: texts with other salts never meet: it stands for the tenant and for what else pages depend on.
         """
-        newest = tuple(server_ids)
         # The first beginnings of a text are dropped last.
-        for digest in reversed(_digests(token_ids, salt)):
-            before = self._servers.pop(digest, ())
-            others = (each for each in before if each not in newest)
-            self._servers[digest] = (*newest, *others)[:_MOST_SERVERS]
-        while len(self._servers) > self._most:
-            self._servers.popitem(last=False)
+        self._note(reversed(_digests(text, salt)), tuple(server_ids))
 
-    def held(self, token_ids: Sequence[int], salt: bytes) -> Mapping[str, int]:
+    def hear(self, server_id: str, announced: bytes) -> None:
+        """Notes the beginnings that a server announces, the newest first."""
+        self._note(reversed(unpack(announced)), (server_id,))
+
+    def held(self, text: TextDigests, salt: bytes) -> Mapping[str, int]:
         """Returns how many of a text's first tokens servers may still hold, by server id."""
         held: dict[str, int] = {}
-        digests = _digests(token_ids, salt)
+        digests = _digests(text, salt)
         for count in range(len(digests), 0, -1):
             for server_id in self._servers.get(digests[count - 1], ()):
                 held.setdefault(server_id, count * STRIDE_TOKENS)
@@ -55,8 +56,26 @@ class Beginnings:
                 break
         return held
 
+    def _note(self, digests: Iterable[int], newest: tuple[str, ...]) -> None:
+        for digest in digests:
+            before = self._servers.pop(digest, ())
+            new = [each for each in newest if each not in before]
+            self._servers[digest] = (*new, *before)[:_MOST_SERVERS] if new else before
+        while len(self._servers) > self._most:
+            self._servers.popitem(last=False)
 
-def _digests(token_ids: Sequence[int], salt: bytes) -> list[bytes]:
-    """The digest of each beginning of a whole number of strides."""
-    hashes = page_hashes(token_ids, STRIDE_TOKENS, salt)
-    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+
+def named_beginnings(text: TextDigests, salt: bytes, ends: Iterable[int]) -> Iterator[pb.Beginning]:
+    """Yields the longest beginnings of a text that end at or before `ends`, for the servers that hold it."""
+    digests = _digests(text, salt)
+    for count in sorted({min(end, len(text)) // STRIDE_TOKENS for end in ends}):
+        if count:
+            yield pb.Beginning(num_tokens=count * STRIDE_TOKENS, digest=digests[count - 1])
+
+
+def _digests(text: TextDigests, salt: bytes) -> Sequence[int]:
+    """The digest of each beginning of a whole number of strides.
+
+    It is the first part of a digest that names pages: it is a hint, and a server finds out what it holds.
+    """
+    return unpack(text.of(STRIDE_TOKENS, salt).page_hashes)[:: HASH_BYTES // DIGEST_BYTES]

@@ -17,9 +17,6 @@ from corolla.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-LEAST_SAVED_S: Final = 0.1
-"""A hop fetches tokens if it would compute for longer than this; to fetch fewer may take longer."""
-
 _PATIENCE: Final = 4.0
 """A fetch takes at most so many times the time that computing takes on an idle server: a busy one is slow at both."""
 
@@ -49,7 +46,7 @@ class Fetches:
         open_on: OpenOn,
         until_s: float,
     ) -> bool:
-        """Fetches what another server holds of a session's text, if that saves the hop much time.
+        """Fetches what another server holds of a session's text, if that is faster than to compute it.
 
         What arrives after `_PATIENCE` or `until_s`, or once the other server is lost, does not count.
 
@@ -65,14 +62,13 @@ class Fetches:
         if holder is None:
             return False
         num_held = held[holder.server_id]
-        num_missing = num_held - held.get(hop.server_id, 0)
-        num_fast = max(1, self.routes.tokens_in(LEAST_SAVED_S, hop))
-        if num_missing < num_fast:
+        computing_s, fetching_s = self.routes.filling_seconds(hop, num_held - held.get(hop.server_id, 0))
+        if computing_s <= fetching_s:
             return False
         self._holders.add(holder.server_id)
         key = identity.session_id, holder.address
         loop = asyncio.get_running_loop()
-        until_s = min(until_s, loop.time() + _PATIENCE * LEAST_SAVED_S * num_missing / num_fast)
+        until_s = min(until_s, loop.time() + _PATIENCE * computing_s)
         fetched = self.plane.fetching[key] = loop.create_future()
         is_standby = False
         try:
@@ -84,8 +80,10 @@ class Fetches:
                 there = await open_on(holder, num_held, b"")
                 here = await open_on(hop, num_held, transfer_id)
                 is_standby = True
+                num_missing = there.num_cached_tokens - here.num_cached_tokens
+                computing_s, fetching_s = self.routes.filling_seconds(hop, max(0, num_missing))
                 # A hop does not tell of a standby that gets less than one part of a copy.
-                if there.num_cached_tokens >= here.num_cached_tokens + max(num_fast, STRIDE_TOKENS):
+                if num_missing >= STRIDE_TOKENS and fetching_s < computing_s:
                     named = pb.Standby(
                         session_id=identity.session_id, epoch=identity.epoch, hop=hop, transfer_id=transfer_id,
                         num_tokens=here.num_cached_tokens,

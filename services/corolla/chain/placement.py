@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,6 +44,7 @@ class PlacementWatch:
         num_updates: how many snapshots a router has pushed.
         turn: the place among equal servers where this process's sessions begin, from 0 to 1. A router spreads its
             watchers evenly.
+        on_beginnings: takes the beginnings of texts that a server announces, given its id.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -57,6 +58,7 @@ class PlacementWatch:
         self._published = asyncio.Event()
         self.num_updates = 0
         self.turn = random.random()
+        self.on_beginnings: Callable[[str, bytes], None] = lambda server_id, announced: None
 
     @property
     def is_complete(self) -> bool:
@@ -179,6 +181,9 @@ class PlacementWatch:
         else:
             by_id = {each.server.server_id: each for each in placement.servers}
         self._snapshot = _Snapshot(by_id, is_complete)
+        for each in placement.servers:
+            if each.load.beginnings:
+                self.on_beginnings(each.server.server_id, each.load.beginnings)
         self.num_updates += 1
         if not placement.change.same_adapters:
             self._adapters = still_registered(self._adapters, placement.adapters, placement.removed_adapters)

@@ -40,6 +40,7 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.tracing import spans
 from corolla.v1 import common_pb2
+from corolla.wire.page_hashes import TextDigests
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
@@ -403,8 +404,8 @@ class Recovery:
             job.num_recomputed_tokens += (segment.end - segment.start) * len(segment.hops)
 
 
-def _text(sequence: History) -> Sequence[int]:
-    return sequence.inputs(0, sequence.position).token_ids
+def _text(sequence: History) -> TextDigests:
+    return TextDigests(sequence.inputs(0, sequence.position).token_ids)
 
 
 def _hops_at(job: _Job, address: str) -> Sequence[common_pb2.Hop]:

@@ -85,6 +85,7 @@ class ChainLimits:
         max_microbatches: how many steps of one sequence's prompt may be under way at a time; each keeps one hop busy;
             0: enough for all hops.
         follows_numerics: whether tokens may depend on the servers' numerics; see `tokens_follow_numerics`.
+        names_beginnings: whether hops learn by which digests other client services find the texts that they hold.
     """
 
     prefill_chunk_tokens: int
@@ -97,6 +98,7 @@ class ChainLimits:
     short_factor_length: int | None = None
     max_microbatches: int = 0
     follows_numerics: bool = True
+    names_beginnings: bool = False
     fewer_during_decode: int = 4
 
     def chunk_tokens(self, max_step_tokens: int, *, during_decode: bool = False) -> int:
@@ -123,7 +125,7 @@ class OpenOptions:
         record_id: the id under which the router knows the session; empty where it does not.
         only_chain: the chain to open the sessions on, without planning; None: one is planned.
         blocks: the sessions use only these blocks of the planned chain; None: all blocks.
-        texts: for each session, the tokens known so far of the text that it is going to hold; hops may have cached the
+        texts: for each session, the text that it is going to hold as far as it is known; hops may have cached the
             beginning, but the last token is always processed. None where the inputs are not token ids.
         cache_salt: hops share cached pages only between sessions with the same salt.
         standby: whether the sessions' hops have standbys; see `chain/standbys`.
@@ -147,7 +149,7 @@ class OpenOptions:
     record_id: str = ""
     only_chain: common_pb2.Chain | None = None
     blocks: Span | None = None
-    texts: Sequence[Sequence[int]] | None = None
+    texts: Sequence[TextDigests] | None = None
     cache_salt: bytes = b""
     standby: StandbyMode = "auto"
     max_position: int | None = None
@@ -161,7 +163,7 @@ class OpenOptions:
     trace: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def named_texts(self) -> Sequence[Sequence[int]]:
+    def named_texts(self) -> Sequence[TextDigests]:
         """The texts whose pages sessions share; trained prompts change the keys and values of a text."""
         return () if self.prompts is not None or self.texts is None else self.texts
 
@@ -170,6 +172,10 @@ class OpenOptions:
         """The salt of `chain/beginnings`, for what pages depend on apart from the text."""
         adapter = "" if self.adapter is None else self.adapter.digest
         return self.cache_salt + f"\0{adapter}\0{self.long_factors}\0{self.blocks}".encode()
+
+    def may_fetch(self, num_sessions: int) -> bool:
+        """Hops may get the beginning of the text from other servers: they hold nothing of a single session."""
+        return num_sessions == 1 and self.recorded_chain is None
 
     def resumes(self, hop: common_pb2.Hop) -> bool:
         """The hop belongs to the recorded chain, so that it may hold tokens of the session."""
@@ -252,22 +258,18 @@ class ChainBinding:
         self.write_start = min(self.write_start, opened.write_start)
 
 
-def hop_texts(
-    chain: common_pb2.Chain, token_ids: Sequence[int], salt: bytes, limits: ChainLimits
-) -> dict[str, TextDigests]:
-    """Digests of a text for each hop, by server id; a hop shares the text's pages with sessions of equal digests.
+def hop_salts(chain: common_pb2.Chain, salt: bytes, limits: ChainLimits) -> Mapping[str, bytes]:
+    """The salts with which the digests of a text begin for each hop, by server id.
 
-    The digests are empty if servers of several numerics made the session's pages: no other session may get these.
+    A hop shares the text's pages with sessions of equal digests. There are no salts if servers of several numerics made
+    the session's pages: no other session may get these.
     """
     if not limits.follows_numerics:
-        text = TextDigests(token_ids, salt)
-        return {hop.server_id: text for hop in chain.hops}
+        return {hop.server_id: salt for hop in chain.hops}
     if chain.mixes_numerics:
         return {}
     numerics = [numerics_of(chain, hop).blocks for hop in chain.hops]
-    salts = [salt_behind(salt, numerics[: number + 1]) for number in range(len(numerics))]
-    texts = {each: TextDigests(token_ids, each) for each in salts}
-    return {hop.server_id: texts[each] for hop, each in zip(chain.hops, salts, strict=True)}
+    return {hop.server_id: salt_behind(salt, numerics[: number + 1]) for number, hop in enumerate(chain.hops)}
 
 
 class Attempts:
@@ -420,23 +422,21 @@ class Reservations:
         until_s: float,
     ) -> list[common_pb2.Hop]:
         """Copies what other servers hold of a session's text to the hops of a chain. Returns those that got some."""
-        if len(identities) > 1 or not held or open_options.recorded_chain is not None or chain.mixes_numerics:
+        if not held or not open_options.may_fetch(len(identities)) or chain.mixes_numerics:
             return []
         (text,) = open_options.named_texts
+        salts = hop_salts(chain, open_options.cache_salt, self.limits)
         fetches = Fetches(self.routes, self.plane)
 
         async def fetch(hop: common_pb2.Hop) -> bool:
             async def open_on(server: common_pb2.Hop, num_tokens: int, transfer_id: bytes) -> pb.Opened:
                 options = replace(open_options, transient=True, write_start=0 if transfer_id else ALL_TOKENS)
-                known, transfer_ids = text, [transfer_id]
                 if not transfer_id:
                     # A server never finds the last token of a text, since it has to compute something.
-                    known, transfer_ids = text[: num_tokens + 1], []
-                    options = replace(options, max_tokens=len(known))
-                digests = hop_texts(chain, known, options.cache_salt, self.limits)[hop.server_id]
+                    options = replace(options, max_tokens=min(num_tokens + 1, len(text)))
                 (opened,) = await self._open_on(
-                    server, identities, options, [digests], keep_activations=False, samples=False,
-                    transfer_ids=transfer_ids, only_cached=not transfer_id,
+                    server, identities, options, salts[hop.server_id], keep_activations=False, samples=False,
+                    transfer_ids=[transfer_id] if transfer_id else [], only_cached=not transfer_id,
                 )  # fmt: skip
                 if isinstance(opened, BaseException):
                     raise opened
@@ -532,13 +532,13 @@ class Reservations:
             By the number of the hop, its answers and the most tokens of its steps.
         """
         last = len(chain.hops) - 1
-        texts = [hop_texts(chain, text, open_options.cache_salt, self.limits) for text in open_options.named_texts]
+        salts = hop_salts(chain, open_options.cache_salt, self.limits)
         opens = [
             self._open_on(
                 chain.hops[number],
                 identities,
                 replace(open_options, write_start=start),
-                [on_hops[chain.hops[number].server_id] for on_hops in texts if on_hops],
+                salts.get(chain.hops[number].server_id),
                 keep_activations=open_options.keeps_outputs and number < last,
                 samples=number == last,
             )
@@ -563,25 +563,24 @@ class Reservations:
         binding: ChainBinding,
         standby: common_pb2.Hop,
         hop: common_pb2.Hop,
-        texts: Sequence[Sequence[int]],
+        texts: Sequence[TextDigests],
         transfer_ids: Sequence[bytes],
     ) -> list[pb.Opened]:
         """Opens the sessions of a chain on a standby of one of its hops.
 
         Args:
-            texts: the known tokens of the sessions; empty if these have no names.
+            texts: the known texts of the sessions; empty if these have no names.
             transfer_ids: the ids of the transfers that fill the sessions there.
 
         Raises:
             CorollaError: the standby refused a session; it may hold others.
         """
         options = binding.open_options
-        digests = [hop_texts(binding.chain, text, options.cache_salt, self.limits) for text in texts]
         opened = await self._open_on(
             standby,
             binding.identities,
-            replace(options, transient=True, write_start=0),
-            [on_hops[hop.server_id] for on_hops in digests if on_hops],
+            replace(options, transient=True, write_start=0, texts=texts),
+            hop_salts(binding.chain, options.cache_salt, self.limits).get(hop.server_id),
             keep_activations=False,
             samples=False,
             transfer_ids=transfer_ids,
@@ -595,7 +594,7 @@ class Reservations:
         self,
         chain: common_pb2.Chain,
         open_options: OpenOptions,
-        *texts: Sequence[int],
+        *texts: TextDigests,
         standbys: Sequence[common_pb2.Hop] = (),
     ) -> None:
         """Notes that the chain's hops hold texts of sessions, so that texts with the same beginnings are led there.
@@ -657,6 +656,7 @@ class Reservations:
                 # Later plans use the pushed placement: otherwise all waiting requests would poll the router.
                 asks_router=first_failure is None,
                 held=held,
+                may_fetch=open_options.may_fetch(num_sessions),
                 new_tokens=most_tokens - len(texts[0]) if texts else math.inf,
             )
             recorded = open_options.recorded_chain
@@ -680,13 +680,15 @@ class Reservations:
         hop: common_pb2.Hop,
         identities: Sequence[SessionIdentity],
         open_options: OpenOptions,
-        texts: Sequence[TextDigests],
+        salt: bytes | None,
         *,
         keep_activations: bool,
         samples: bool,
         transfer_ids: Sequence[bytes] = (),
         only_cached: bool = False,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
+        """Opens sessions on one server. `salt` is the salt of their texts' digests there; None: they get no names."""
+        texts = open_options.named_texts
         # Prompts may be large, so the send queue holds those of only one session at a time.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
 
@@ -714,8 +716,9 @@ class Reservations:
                 if open_options.trace:
                     trace = open_options.trace
                     request.trace.parent, request.trace.state = trace[PARENT_HEADER], trace.get(STATE_HEADER, "")
-                if texts and welcome.page_tokens:
-                    request.text.CopyFrom(texts[number].of(welcome.page_tokens))
+                if texts and salt is not None and welcome.page_tokens:
+                    num_tokens = min(len(texts[number]), open_options.max_tokens)
+                    request.text.CopyFrom(texts[number].of(welcome.page_tokens, salt, num_tokens))
                     request.write_start = min(open_options.write_start, request.text.num_tokens)
                 if samples and open_options.samplers is not None:
                     request.sampler.CopyFrom(open_options.samplers[number].message(open_options.max_tokens))

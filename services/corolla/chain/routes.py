@@ -90,6 +90,7 @@ class Routes:
         self._leaving: set[str] = set()
         self._bookings = Bookings(_BOOKING_LAG_S)
         self.beginnings = Beginnings()
+        placement.on_beginnings = self.beginnings.hear
         self._index: _Index | None = None
         # When a server dies, all of its sessions look for another one at the same moment.
         self._replacing = asyncio.Lock()
@@ -155,6 +156,7 @@ class Routes:
         are_some_full: bool = False,
         asks_router: bool = True,
         held: Mapping[str, int] = MappingProxyType({}),
+        may_fetch: bool = False,
         new_tokens: float = math.inf,
     ) -> common_pb2.Chain:
         """Plans a chain: that of a recorded session if its servers still live, otherwise the cheapest.
@@ -169,6 +171,7 @@ class Routes:
             are_some_full: whether some of the excluded servers have no room.
             asks_router: whether to ask the router; otherwise only the placement that was pushed last counts.
             held: how many of the text's first tokens servers may hold, by id.
+            may_fetch: whether hops may get these tokens from servers that hold them.
             new_tokens: the most tokens of the answer.
 
         Raises:
@@ -177,7 +180,11 @@ class Routes:
         excluded_ids = frozenset(excluded_ids) | self._leaving
         excluded = excluded_ids | self._quarantined()
         # Only a router knows the chain of a recorded session.
-        chain = None if record_id and asks_router else self._plan_by_snapshot(num_tokens, excluded, held, new_tokens)
+        chain = None
+        if not (record_id and asks_router):
+            chain = self._plan_by_snapshot(
+                num_tokens, excluded, held, self._givers(held) if may_fetch else (), new_tokens
+            )
         if chain is None:
             try:
                 if not asks_router:
@@ -235,6 +242,13 @@ class Routes:
             return _MOST_TOKENS
         return round(seconds / (server.prompt_seconds * len(Span.from_message(hop.span))))
 
+    def filling_seconds(self, hop: common_pb2.Hop, num_tokens: int) -> tuple[float, float]:
+        """How long the hop computes so many tokens of a text, and how long it fetches them from another server."""
+        server, num_blocks = self._indexed().ready.get(hop.server_id), len(Span.from_message(hop.span))
+        if server is None:
+            return 0.0, math.inf
+        return server.computing_seconds(num_tokens, num_blocks), server.fetching_seconds(num_tokens, num_blocks)
+
     def standby_for(
         self, hop: common_pb2.Hop, excluded: Collection[str], num_tokens: int, num_placed: Mapping[str, int]
     ) -> common_pb2.Hop | None:
@@ -275,14 +289,16 @@ class Routes:
         num_tokens: int,
         excluded: Collection[str],
         held: Mapping[str, int] = MappingProxyType({}),
+        givers: Sequence[Candidate] = (),
         new_tokens: float = math.inf,
     ) -> common_pb2.Chain | None:
         # Only the server knows whether running sessions hold the text, too, so that it takes no room.
         for wanted_tokens, in_common in ((num_tokens, False), (num_tokens, True), (0, False)):
             if in_common and not held:
                 continue
-            session = self._session(wanted_tokens, excluded, held, new_tokens)
-            if (chain := self._plan_with_room(replace(session, held_in_common=in_common))) is not None:
+            session = self._session(wanted_tokens, excluded, held)
+            session = replace(session, givers=givers, new_tokens=new_tokens, held_in_common=in_common)
+            if (chain := self._plan_with_room(session)) is not None:
                 return chain
         return None
 
@@ -452,11 +468,16 @@ class Routes:
         num_tokens: int,
         excluded: Collection[str],
         held: Mapping[str, int] = MappingProxyType({}),
-        new_tokens: float = math.inf,
     ) -> PlannedSession:
         now_s = asyncio.get_running_loop().time()
         booked = partial(self._bookings.booked, now_s=now_s)
-        return PlannedSession(num_tokens, excluded, booked, held, new_tokens)
+        return PlannedSession(num_tokens, excluded, booked, held)
+
+    def _givers(self, held: Iterable[str]) -> Sequence[Candidate]:
+        """The servers that may give others what they hold of a text; full ones are among them."""
+        ready, avoided = self._indexed().ready, self._avoided()
+        usable = (ready[server_id] for server_id in held if server_id in ready and server_id not in avoided)
+        return [each for each in usable if not each.is_suspected]
 
     def _indexed(self) -> "_Index":
         """The servers, looked through anew after each push."""

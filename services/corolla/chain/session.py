@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
+from corolla.chain.beginnings import named_beginnings
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.lateness import TICK_S, TokenWaits
@@ -16,7 +17,7 @@ from corolla.chain.prompt_readout import PromptReadout, token_of
 from corolla.chain.recovery import OpenSequences, Recovery
 from corolla.chain.recovery_budget import RecoveryBudget, RecoveryReport
 from corolla.chain.replay import Replayer
-from corolla.chain.reservations import ALL_TOKENS, ChainBinding, ChainLimits, OpenOptions, Reservations, hop_texts
+from corolla.chain.reservations import ALL_TOKENS, ChainBinding, ChainLimits, OpenOptions, Reservations, hop_salts
 from corolla.chain.routes import Routes
 from corolla.chain.standbys import Standbys
 from corolla.chain.step_window import StepWindow, chunk_tokens
@@ -29,6 +30,7 @@ from corolla.decoding.parameters import SampledToken
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.page_hashes import TextDigests
 
 
 class TokenReader(Protocol):
@@ -68,6 +70,9 @@ class ChainSession(OpenSequences):
         self._limits = limits
         self._sampler = sampler
         self._history = TokenHistory()
+        # What is known of the text: the prompt, which the history follows, and goes on behind.
+        self._text = next(iter(binding.open_options.named_texts), TextDigests())
+        self._num_prompt_tokens = len(self._text)
         self._newest_id = 0
         self._tokens: TokenStream | None = None
         self._waits = TokenWaits()
@@ -360,25 +365,30 @@ class ChainSession(OpenSequences):
         """Names standbys for the hops, if that is due."""
         binding = self._binding
         if position >= binding.standbys.due_at:
-            known, named = self._history.token_ids, binding.open_options.named_texts
-            self._standbys.cover(binding, [max(known, *named, key=len)] if named else [], position)
+            if self.position > len(self._text):
+                self._text.follow(self._history.token_ids)
+            self._standbys.cover(binding, [self._text] if binding.open_options.named_texts else [], position)
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
-        identity = self.identity
-        token_ids = self._history.token_ids[:num_tokens]
+        identity, text = self.identity, self._text
+        text.follow(self._history.token_ids[:num_tokens])
         open_options = self._binding.open_options
         standbys = self._binding.standbys
-        self._recovery.reservations.remember(self.chain_to_record, open_options, token_ids, standbys=standbys.filled)
-        texts = hop_texts(self.chain_to_record, token_ids, open_options.cache_salt, self._limits)
+        self._recovery.reservations.remember(self.chain_to_record, open_options, text, standbys=standbys.filled)
+        # Other texts go on from where this one left another text, from its prompt, and from its end.
+        ends = (self.num_cached_tokens, self._num_prompt_tokens, num_tokens) if self._limits.names_beginnings else ()
+        named = list(named_beginnings(text, open_options.beginning_salt, ends))
+        salts = hop_salts(self.chain_to_record, open_options.cache_salt, self._limits)
         # A standby that is not named holds what the sessions held before they were opened again.
-        copies = [(each.hop, texts.get(server_id)) for server_id, each in standbys.by_hop.items() if each.is_named]
-        for hop, text in [*((hop, texts.get(hop.server_id)) for hop in self._holders()), *copies]:
-            if text is None:
-                continue
+        copies = [(each.hop, salts.get(server_id)) for server_id, each in standbys.by_hop.items() if each.is_named]
+        for hop, salt in [*((hop, salts.get(hop.server_id)) for hop in self._holders()), *copies]:
             page_tokens = self._plane.page_tokens(hop.address)
-            if 0 < page_tokens <= num_tokens:
-                holds = pb.Holds(session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens))
+            if salt is not None and 0 < page_tokens <= num_tokens:
+                holds = pb.Holds(
+                    session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens, salt),
+                    beginnings=named,
+                )  # fmt: skip
                 self._plane.notify(hop.address, holds)
 
     async def _recover(self, failure: CorollaError) -> None:

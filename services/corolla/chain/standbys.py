@@ -15,6 +15,7 @@ from corolla.chassis.errors import CorollaError, HopUnavailable
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.page_hashes import TextDigests
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,11 @@ class Standbys:
         self._bindings: dict[bytes, ChainBinding] = {}
         plane.on_standby = self._on_word
 
-    def cover(self, binding: ChainBinding, texts: Sequence[Sequence[int]], position: int) -> None:
+    def cover(self, binding: ChainBinding, texts: Sequence[TextDigests], position: int) -> None:
         """Starts to name standbys for the hops that need one and have none, unless that is under way.
 
         Args:
-            texts: the known tokens of the binding's sessions; empty if these have no token ids.
+            texts: the known texts of the binding's sessions; empty if these have no token ids.
             position: how many tokens the sessions have together, or are about to have.
         """
         standbys = binding.standbys
@@ -79,7 +80,7 @@ class Standbys:
             self._bindings.pop(identity.session_id, None)
 
     async def _name_all(
-        self, binding: ChainBinding, texts: Sequence[Sequence[int]], hops: Sequence[common_pb2.Hop]
+        self, binding: ChainBinding, texts: Sequence[TextDigests], hops: Sequence[common_pb2.Hop]
     ) -> None:
         for hop in hops:
             if binding.standbys.are_over or hop not in binding.chain.hops:
@@ -87,7 +88,7 @@ class Standbys:
             self._bindings |= dict.fromkeys((each.session_id for each in binding.identities), binding)
             await self._name(binding, texts, hop)
 
-    async def _name(self, binding: ChainBinding, texts: Sequence[Sequence[int]], hop: common_pb2.Hop) -> None:
+    async def _name(self, binding: ChainBinding, texts: Sequence[TextDigests], hop: common_pb2.Hop) -> None:
         """Names a standby for one hop: opens the sessions there, and then tells the hop."""
         standbys, identities = binding.standbys, binding.identities
         held = self._held_or_chosen(binding, hop)

@@ -324,6 +324,8 @@ class ClientService:
             max_microbatches=settings.max_microbatches,
             short_factor_length=self._checkpoint.short_factor_length,
             follows_numerics=tokens_follow_numerics(settings.dtype, settings.kv_cache_dtype),
+            # Everybody could try which texts servers hold if there were no secret in it.
+            names_beginnings=bool(settings.cache_secret.get_secret_value()),
         )
         self._sessions = ChainSessions(self._routes, self._plane, limits, self._tasks, self._on_recovery)
         self._transcripts = Transcripts(self._control, settings.session_ttl_s, self._tasks.subgroup())

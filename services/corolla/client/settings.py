@@ -117,8 +117,9 @@ class ClientSettings(ServiceSettings):
     cache_secret: SecretStr = Field(
         SecretStr(""),
         description="Secret random text of at least 32 characters, the same for all client services of a model. It "
-        "goes into the digests by which block servers find a tenant's texts in their prefix caches. Empty: the digests "
-        "depend on the texts alone.",
+        "goes into the digests by which block servers find a tenant's texts in their prefix caches, and by which "
+        "client services tell each other where texts are. Empty: the digests depend on the texts alone, and client "
+        "services find only the texts of their own callers.",
     )
     public_tls_dir: Path | None = Field(
         None,

@@ -16,6 +16,7 @@ from corolla.hf.row_group import RowGroup, RowStep
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.adapter_version import AdapterVersion
 from corolla.wire.frames import Buffer
+from corolla.wire.page_hashes import TextDigests
 from corolla.wire.span import Span
 from corolla.wire.tensors import describe_prompts, to_payload
 
@@ -93,8 +94,9 @@ class HopSessions:
         self._origins = (*origins, *self._origins[len(origins) :])
         prompts = None if self._prompts is None else [partial(_sent, self._prompts[origin]) for origin in self._origins]
         options = OpenOptions(
-            max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts, texts=texts,
-            cache_salt=self._blocks.cache_salt, adapter=self._blocks.adapter,
+            max_tokens=capacity, transient=True, blocks=self._blocks.span, prompts=prompts,
+            texts=None if texts is None else list(map(TextDigests, texts)), cache_salt=self._blocks.cache_salt,
+            adapter=self._blocks.adapter,
         )  # fmt: skip
         num_open = len(self._group.identities) if self._group is not None else 0
         new = [

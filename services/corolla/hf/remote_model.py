@@ -28,6 +28,7 @@ from corolla.models.checkpoint import Checkpoint, end_token_ids_of
 from corolla.models.families import recurrent_layers
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.adapter_version import AdapterVersion
+from corolla.wire.page_hashes import TextDigests
 
 _NUM_SEEDS: Final = 2**63 - 1
 
@@ -232,7 +233,7 @@ class RemoteModelForCausalLM(NotPickled, RefusedMethods, GenerationMixin):
         options = OpenOptions(
             max_tokens=len(row.prompt_ids) + row.num_left,
             transient=True,
-            texts=[row.prompt_ids] if self._reuses_prefixes else None,
+            texts=[TextDigests(row.prompt_ids)] if self._reuses_prefixes else None,
             cache_salt=self._cache_salt,
             adapter=self._adapter,
         )

@@ -222,7 +222,7 @@ class RowGroup(OpenSequences):
         for row in rows:
             if row.source is not None or row.position < self._histories[row.row].position:
                 text = known[row.row if row.source is None else row.source]
-                texts[row.row] = text if row.position >= len(text) else text[: row.position]
+                texts[row.row] = text if row.position >= len(text) else text.until(row.position)
         if any(text is not before for text, before in zip(texts, known, strict=True)):
             self._binding.open_options = replace(self._binding.open_options, texts=texts)
 

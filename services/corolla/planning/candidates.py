@@ -32,6 +32,9 @@ SLOW_TIMES: Final = 8.0
 _PROMPT_TIMES: Final = 8.0
 """How many times faster than single tokens those of a prompt are assumed to be, on a server that measured nothing."""
 
+FETCHED_BYTES_PER_SECOND: Final = 250e6
+"""The assumed speed at which keys and values come from another server, about that of a link of 2.5 Gbit/s."""
+
 _SLOW_HOP_SECONDS: Final = 0.05
 """The time that a hop may take in addition, since no server's figures include links, batches and busy machines."""
 
@@ -189,5 +192,6 @@ def _candidate(placed: pb.PlacedServer, block_seconds: float, prompt_seconds: fl
         numerics=Numerics.parse(load.numerics),
         session_seconds=block_seconds * SESSION_LOAD,
         prompt_seconds=prompt_seconds,
+        fetch_seconds=server.cache_token_bytes / FETCHED_BYTES_PER_SECOND if server.cache_token_bytes else math.inf,
         room_tokens=load.max_session_tokens if load.HasField("max_session_tokens") else math.inf,
     )

@@ -25,11 +25,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from corolla.chassis.errors import NoChain, OutOfPages
 from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.span import Span, gaps
+
+FETCH_START_SECONDS: Final = 0.1
+"""What a fetch costs next to the transfer, so that a hop computes what takes less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Candidate:
     Attributes:
         session_seconds: By how much one more session raises `seconds_per_block`.
         prompt_seconds: The time for one token of a prompt in one block.
+        fetch_seconds: The time for one token in one block that comes from another server instead; infinite: unknown.
         room_tokens: The most tokens of a session for which the server has free pages.
         has_pages: Whether that is enough for the session for which a chain is planned.
     """
@@ -55,7 +59,16 @@ class Candidate:
     numerics: Numerics = UNKNOWN
     session_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    fetch_seconds: float = math.inf
     room_tokens: float = math.inf
+
+    def computing_seconds(self, num_tokens: int, num_blocks: int) -> float:
+        """Returns how long the server computes so many tokens of a prompt."""
+        return num_tokens * num_blocks * self.prompt_seconds if num_tokens else 0.0
+
+    def fetching_seconds(self, num_tokens: int, num_blocks: int) -> float:
+        """Returns how long it takes to fetch so many tokens from another server that holds them."""
+        return FETCH_START_SECONDS + num_tokens * num_blocks * self.fetch_seconds if num_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

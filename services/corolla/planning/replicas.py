@@ -37,6 +37,7 @@ class PlannedSession:
         excluded: The ids of servers that must not be in the chain.
         booked: Gives the load that a server will have in addition to what it reported, by id.
         held: How many of the text's first tokens a server is known to hold, by id.
+        givers: The servers of these from which others may fetch what they hold.
         new_tokens: The most tokens of the answer.
         held_in_common: Whether running sessions are taken to hold those tokens, so that they need no room; otherwise
             their pages may be among the free ones, since they are only cached.
@@ -47,6 +48,7 @@ class PlannedSession:
     booked: Callable[[str], Booked] = lambda server_id: _NOTHING
     held: Mapping[str, int] = field(default_factory=dict)
     new_tokens: float = math.inf
+    givers: Sequence[Candidate] = ()
     held_in_common: bool = True
 
     @cached_property
@@ -54,19 +56,27 @@ class PlannedSession:
         """How many tokens the server has that holds most of the text."""
         return max(self.held.values(), default=0)
 
-    def prompt_seconds(self, num_tokens: int, seconds: float) -> float:
-        """Returns the time of so many tokens of a prompt, with these seconds each, for each token of the answer."""
-        return num_tokens * seconds / min(ANSWER_TOKENS, max(1, self.new_tokens))
+    def filling_seconds(self, server: Candidate) -> float:
+        """Returns the seconds per block, for each token of the answer, for what the server lacks of the text.
+
+        That is what another server holds of the text and this one does not. It fetches tokens if that takes less time
+        than to compute them, and if they are on a server that computes alike.
+        """
+        num_held, num_blocks = self.held.get(server.server_id, 0), len(server.span)
+        given = (self.held[each.server_id] for each in self.givers if _can_give(each, server))
+        num_given = max(0, max(given, default=0) - num_held)
+        seconds = server.computing_seconds(self.most_held - num_held - num_given, num_blocks) + min(
+            server.computing_seconds(num_given, num_blocks), server.fetching_seconds(num_given, num_blocks)
+        )
+        return seconds / num_blocks / min(ANSWER_TOKENS, max(1, self.new_tokens))
 
     def counted(self, server: Candidate) -> Candidate | None:
-        """Returns the server with its booked load and the prompt that it must compute; None if it is excluded."""
+        """Returns the server with its booked load and the text that it lacks; None if it is excluded."""
         return None if server.server_id in self.excluded else self.with_seconds(server, self.seconds(server))
 
     def seconds(self, server: Candidate) -> float:
-        """Returns the seconds per block with the booked load and the prompt that the server must compute."""
-        # The tokens of the prompt that this server must compute, and that the best one holds.
-        num_missing = self.most_held - self.held.get(server.server_id, 0)
-        return self.loaded_seconds(server) + self.prompt_seconds(num_missing, server.prompt_seconds)
+        """Returns the seconds per block with the booked load and the text that the server lacks."""
+        return self.loaded_seconds(server) + (self.filling_seconds(server) if self.held else 0.0)
 
     def loaded_seconds(self, server: Candidate) -> float:
         """Returns the seconds per block with the booked load, which are the same for any session."""
@@ -126,7 +136,11 @@ class _Alike:
     def __init__(self, servers: Iterable[Candidate]) -> None:
         known = [_Known(each, each.seconds_per_block) for each in servers]
         self.known = sorted(known, key=attrgetter("seconds"))
-        self.least_prompt_seconds = min(each.server.prompt_seconds for each in known)
+        # This one fills a text as fast as any of them that holds nothing of it.
+        self.fastest = replace(
+            known[0].server, server_id="", prompt_seconds=min(each.server.prompt_seconds for each in known),
+            fetch_seconds=min(each.server.fetch_seconds for each in known),
+        )  # fmt: skip
 
     def move_back(self, raised: Collection[_Known]) -> None:
         """Moves servers whose seconds have risen behind their equals, so that equals take turns."""
@@ -250,8 +264,8 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
         holders: The servers of this kind that hold some of the session's text.
     """
     ids = {each.server_id for each in holders}
-    # The others have to compute all that the best one holds.
-    least_more = session.prompt_seconds(session.most_held, alike.least_prompt_seconds)
+    # The others lack all that the best one holds.
+    least_more = session.filling_seconds(alike.fastest)
     while True:
         front = _Front(session, num_of_each)
         for server in holders:
@@ -270,6 +284,15 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
         if not raised:
             return front.servers()
         alike.move_back(raised)
+
+
+def _can_give(giver: Candidate, server: Candidate) -> bool:
+    return (
+        giver.server_id != server.server_id
+        and giver.fingerprint == server.fingerprint
+        and giver.span.covers(server.span)
+        and giver.numerics.agrees_with(server.numerics)
+    )
 
 
 def _kind(server: Candidate) -> _Kind:

@@ -18,6 +18,7 @@ from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughpu
 from corolla.router.rebalancing import Member
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.beginnings import added
 from corolla.wire.span import Span
 
 _UNSETTLED_OF: Final = 32
@@ -150,11 +151,26 @@ class Roster:
 
     @cached_property
     def placement(self) -> pb.Placement:
-        """The message for watchers, with the cheapest chain if there is one. It must not be changed."""
+        """The whole placement, with the cheapest chain if there is one. It must not be changed.
+
+        Only watchers get the beginnings of texts that servers hold.
+        """
         message = self._message()
         message.servers.extend(self.servers)
+        for each in message.servers:
+            if each.load.beginnings:
+                each.load.beginnings = b""
         message.adapters.extend(self.adapters)
         message.removed_adapters.extend(self.removed_adapters)
+        return message
+
+    def first_push(self, turn: float) -> pb.Placement:
+        """Returns the message for a watcher that knows nothing yet."""
+        message = pb.Placement(turn=turn)
+        message.MergeFrom(self.placement)
+        for each, placed in zip(message.servers, self.servers, strict=True):
+            if placed.load.beginnings:
+                each.load.beginnings = placed.load.beginnings
         return message
 
     def changes_since(self, before: "Roster") -> pb.Placement:
@@ -166,10 +182,12 @@ class Roster:
             if known is each:
                 continue
             if known is not None and (known.server, known.span) == (each.server, each.span):
-                message.servers.add(
+                changed = message.servers.add(
                     server=pb.ServerDescription(server_id=each.server.server_id), state=each.state, load=each.load,
                     suspected=each.suspected, doubted=each.doubted,
                 )  # fmt: skip
+                if each.load.beginnings:
+                    changed.load.beginnings = added(known.load.beginnings, each.load.beginnings)
             else:
                 message.servers.append(each)
         message.change.same_adapters = (self.adapters, self.removed_adapters) == (

@@ -212,19 +212,24 @@ class _Planning:
 
 
 def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:
-    """Returns the placement with only the facts about adapters that the caller may know.
+    """Returns the placement with only the facts about adapters and texts that the caller may know.
 
     Only block servers and operators learn where an adapter's files are. A library, which is a tenant's own process,
-    learns only of that tenant's adapters.
+    learns only of that tenant's adapters, and nothing of the texts that servers hold for others.
 
     Args:
         caller: The caller's workload; None: callers are not authenticated.
     """
-    has_any = placement.adapters or placement.removed_adapters
-    if caller is None or caller.role not in (Role.CLIENT, Role.LIBRARY) or not has_any:
+    if caller is None or caller.role not in (Role.CLIENT, Role.LIBRARY):
+        return placement
+    has_texts = caller.role is Role.LIBRARY and any(each.load.beginnings for each in placement.servers)
+    if not (placement.adapters or placement.removed_adapters or has_texts):
         return placement
     shown = pb.Placement()
     shown.CopyFrom(placement)
+    if has_texts:
+        for placed in shown.servers:
+            placed.load.beginnings = b""
     del shown.adapters[:]
     for each in placement.adapters:
         if caller.role is Role.CLIENT:

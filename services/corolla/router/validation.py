@@ -16,10 +16,12 @@ from corolla.router.settings import ExpectedModel
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.adapter_version import AdapterVersion
+from corolla.wire.beginnings import DIGEST_BYTES
 
 MOST_MODEL_BLOCKS: Final = 1024
 MOST_TEXT: Final = 256
 MOST_SOURCE: Final = 1024
+MOST_BEGINNINGS: Final = 64
 MOST_SPEED: Final = 1e9
 MOST_TAKES: Final = 1024
 MOST_USES: Final = 16
@@ -146,6 +148,12 @@ def _fingerprint_parts(field: str, parts: Mapping[str, str]) -> None:
     _at_most(64, _text)(field, [*parts, *parts.values()])
 
 
+def _beginnings(field: str, announced: bytes) -> None:
+    num_digests, rest = divmod(len(announced), DIGEST_BYTES)
+    if rest or num_digests > MOST_BEGINNINGS:
+        raise InvalidRequest(field, f"must be at most {MOST_BEGINNINGS} digests of {DIGEST_BYTES} bytes")
+
+
 def _version(field: str, version: common_pb2.AdapterVersion) -> None:
     try:
         AdapterVersion.from_proto(version)
@@ -221,6 +229,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "version": _version,
     "source": partial(_text, most=MOST_SOURCE),
     "RegisteredAdapter.tenants": _at_most(64, _text),
+    "beginnings": _beginnings,
 }  # fmt: skip
 """The rules of fields by their names, or by the names of message and field."""
 _WHOLE: Final[Mapping[str, Rule]] = {

@@ -112,9 +112,7 @@ class PlacementWatches:
                 if not takes_changes:
                     yield seen.placement
                 elif before is None:
-                    first = pb.Placement(turn=self._next_turn())
-                    first.MergeFrom(seen.placement)
-                    yield first
+                    yield seen.first_push(self._next_turn())
                 else:
                     yield feed.changes(before, seen)
         finally:

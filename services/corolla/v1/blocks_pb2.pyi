@@ -1315,11 +1315,18 @@ class Holds(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    BEGINNINGS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     @_builtins.property
     def text(self) -> Global___ExpectedText:
         """The session's first tokens. Other sessions of the tenant whose texts have the same beginning will find their pages."""
+
+    @_builtins.property
+    def beginnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Beginning]:
+        """Beginnings of the text by which other client services are to find the server, at most four. Only client services
+        with a secret name any.
+        """
 
     def __init__(
         self,
@@ -1327,14 +1334,40 @@ class Holds(_message.Message):
         session_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         text: Global___ExpectedText | None = ...,
+        beginnings: _abc.Iterable[Global___Beginning] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "session_id", b"session_id", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beginnings", b"beginnings", "epoch", b"epoch", "session_id", b"session_id", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Holds: _TypeAlias = Holds  # noqa: Y015
+
+@_typing.final
+class Beginning(_message.Message):
+    """The beginning of a text, for client services with the same secret. A server cannot tell what the text is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    digest: _builtins.int
+    """See ServerLoad.beginnings."""
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beginning: _TypeAlias = Beginning  # noqa: Y015
 
 @_typing.final
 class Standby(_message.Message):

@@ -199,6 +199,7 @@ class ServerDescription(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_PARTS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The id of the server: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -234,6 +235,8 @@ class ServerDescription(_message.Message):
     """The digest of what decides how it will compute and is known before it has a span: device kind, dtype, versions,
     settings. Servers of one kind usually announce equal numerics, so the router gives them equal spans. Empty: unknown.
     """
+    cache_token_bytes: _builtins.int
+    """The bytes of a token's keys and values in one block; 0: unknown."""
     @_builtins.property
     def fingerprint_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the fingerprint stands for: names such as `dtype`, and the value or a digest of each. Servers of earlier
@@ -262,10 +265,11 @@ class ServerDescription(_message.Message):
         device_id: _builtins.str = ...,
         fingerprint_parts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         kind: _builtins.str = ...,
+        cache_token_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "kind", b"kind", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cache_token_bytes", b"cache_token_bytes", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "kind", b"kind", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,6 +294,7 @@ class ServerLoad(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_AT_RISK_FIELD_NUMBER: _builtins.int
+    BEGINNINGS_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -318,6 +323,10 @@ class ServerLoad(_message.Message):
     """What computes the blocks, for people: kernels, and the rows of recorded decode steps; empty: not known yet."""
     num_tokens_at_risk: _builtins.int
     """The tokens that its running sessions hold and no standby does: other servers compute them again if it is lost."""
+    beginnings: _builtins.bytes
+    """Digests of the newest beginnings of texts that its prefix cache has and client services named, at most 64, the
+    newest first, of 8 bytes each. They begin with a secret of the tenant. In a PlacementChange: only those that are new.
+    """
     def __init__(
         self,
         *,
@@ -334,10 +343,11 @@ class ServerLoad(_message.Message):
         numerics: _builtins.str = ...,
         kernels: _builtins.str = ...,
         num_tokens_at_risk: _builtins.int = ...,
+        beginnings: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015

@@ -20,6 +20,7 @@ from corolla.router.service import RouterProcess
 from corolla.router.settings import RouterSettings
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.beginnings import pack
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration import waiting
 from tests.integration.router.conftest import FAST, FAST_INTERVALS, BlockServer, Router, StartRouter, refusal, spans
@@ -86,10 +87,19 @@ async def test_who_takes_changes_is_sent_a_whole_placement_and_then_what_changes
         assert 0 <= first.turn < 1
         assert (await other.get()).turn != first.turn
         servers[0].load.num_sessions = 7
+        servers[0].load.beginnings = pack([3, 2, 1])
         await servers[0].beat()
         (changed,) = (await until(pushed, lambda placement: placement.servers)).servers
         assert (changed.server.server_id, changed.load.num_sessions) == (servers[0].server_id, 7)
         assert (changed.server.address, changed.HasField("span")) == ("", False)
+        assert changed.load.beginnings == pack([3, 2, 1])
+        servers[0].load.beginnings = pack([4, 3, 2, 1])
+        await servers[0].beat()
+        (changed,) = (await until(pushed, lambda placement: placement.servers)).servers
+        assert changed.load.beginnings == pack([4]), "the others are known"
+        async with watching(router, model, takes_changes=True) as late:
+            announced = {each.server.server_id: each.load.beginnings for each in (await late.get()).servers}
+            assert announced[servers[0].server_id] == pack([4, 3, 2, 1])
         await servers[1].leave()
         gone = await until(pushed, lambda placement: placement.change.gone_server_ids)
         assert list(gone.change.gone_server_ids) == [servers[1].server_id]

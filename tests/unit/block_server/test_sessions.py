@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from corolla.block_server.beginnings import MOST_ANNOUNCED, AnnouncedBeginnings, named_in
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.hop_session import UNCLAIMED_LEASE_S, HopSession, OpenRequest, SessionEvent, SessionState
 from corolla.block_server.invariants import check
@@ -18,8 +19,19 @@ from corolla.cache.pages import PagePool
 from corolla.cache.prefixes import ExpectedText, PrefixKey
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.tables import GroupRule
-from corolla.chassis.errors import CorollaError, HopLeaving, HopSessionLost, OutOfPages, PositionGap, StaleEpoch
+from corolla.chassis.errors import (
+    CorollaError,
+    HopLeaving,
+    HopSessionLost,
+    MalformedMessage,
+    OutOfPages,
+    PositionGap,
+    StaleEpoch,
+)
 from corolla.compute.prompts import BlockPrompts
+from corolla.trust.workload import Workload
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire.beginnings import pack, unpack
 from corolla.wire.span import Span
 
 NUM_PAGES, PAGE_TOKENS = 12, 4
@@ -278,6 +290,43 @@ def test_how_often_an_open_looks_its_text_up_does_not_grow_with_the_sessions_tha
     table.open(a_request(text=text, max_tokens=11 * PAGE_TOKENS), 1.0)
     assert (table.num_evicted, len(table)) == (9, 2)
     assert len(asked) <= 4 * len(HASHES)
+    table.end(b"s", 1)
+    asked.clear()
+    table.open(a_request(b"evicts nobody", text=text, max_tokens=PAGE_TOKENS), 2.0)
+    assert len(asked) == 1, "it is looked up once"
+
+
+def test_heartbeats_announce_the_newest_beginnings_that_are_there() -> None:
+    table = a_table()
+    for number in range(2):
+        request = table.open(a_request(bytes([number]), max_tokens=8), 0.0).request
+        step(table, request, 0, 8)
+        hashes = HASHES[2 * number :][:2]
+        named = [pb.Beginning(num_tokens=each, digest=10 * number + each) for each in (3, 4, 8)]
+        for epoch in (2, 1):
+            assert len(unpack(table.announced.newest_first())) == 2 * number, "only the session's present epoch counts"
+            table.set_page_hashes(request.session_id, epoch, hashes, named)
+        table.end(request.session_id, 1)
+    assert table.announced.newest_first() == pack([18, 14, 8, 4])
+    table.open(a_request(b"takes a page", max_tokens=(NUM_PAGES - 3) * PAGE_TOKENS), 1.0)
+    assert table.announced.newest_first() == pack([18, 14, 4])
+
+
+def test_few_beginnings_are_announced_the_newest_first() -> None:
+    announced = AnnouncedBeginnings(lambda page: True)
+    for digest in (*range(100), 50):
+        announced.note(digest, PrefixKey(b"t", HASHES[0], 0))
+    assert announced.newest_first() == pack(range(99, 99 - MOST_ANNOUNCED, -1))
+
+
+def test_only_client_services_name_beginnings_and_few_at_a_time() -> None:
+    holds = pb.Holds(beginnings=[pb.Beginning(digest=1)] * 4)
+    client, library = (Workload.parse(f"spiffe://corolla/{role}/one") for role in ("client", "library"))
+    assert named_in(holds, client) == named_in(holds, None) == holds.beginnings
+    assert not named_in(holds, library)
+    holds.beginnings.add()
+    with pytest.raises(MalformedMessage):
+        named_in(holds, client)
 
 
 def test_an_empty_session_gets_pages_that_another_one_holds_in_place_of_its_promise() -> None:

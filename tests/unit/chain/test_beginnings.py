@@ -2,21 +2,27 @@
 
 import random
 
-from corolla.chain.beginnings import STRIDE_TOKENS, Beginnings
+from corolla.chain.beginnings import STRIDE_TOKENS, Beginnings, named_beginnings
+from corolla.wire.beginnings import pack
+from corolla.wire.page_hashes import TextDigests
 
 
-def text_of(num_strides: int, seed: int = 0) -> list[int]:
+def tokens_of(num_strides: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1000), k=num_strides * STRIDE_TOKENS)
+
+
+def text_of(num_strides: int, seed: int = 0) -> TextDigests:
+    return TextDigests(tokens_of(num_strides, seed))
 
 
 def test_the_longest_beginning_of_each_server_counts() -> None:
     beginnings, text = Beginnings(), text_of(8)
-    beginnings.remember(text[: 2 * STRIDE_TOKENS], b"", ["a", "b"])
-    beginnings.remember(text[: 5 * STRIDE_TOKENS + 7], b"", ["b"])
-    other = [*text[: 3 * STRIDE_TOKENS], *text_of(3, 1)]
+    beginnings.remember(text.until(2 * STRIDE_TOKENS), b"", ["a", "b"])
+    beginnings.remember(text.until(5 * STRIDE_TOKENS + 7), b"", ["b"])
+    other = TextDigests([*tokens_of(8)[: 3 * STRIDE_TOKENS], *tokens_of(3, 1)])
     assert beginnings.held(text, b"") == {"b": 5 * STRIDE_TOKENS, "a": 2 * STRIDE_TOKENS}
     assert beginnings.held(other, b"") == {"b": 3 * STRIDE_TOKENS, "a": 2 * STRIDE_TOKENS}
-    assert beginnings.held(text[: STRIDE_TOKENS - 1], b"") == {}
+    assert beginnings.held(text.until(STRIDE_TOKENS - 1), b"") == {}
 
 
 def test_texts_of_other_salts_never_meet() -> None:
@@ -41,3 +47,18 @@ def test_the_servers_of_many_texts_with_one_beginning_are_bounded() -> None:
     held = beginnings.held(text, b"")
     assert len(held) == 32
     assert "s999" in held, "those that had it last are remembered"
+
+
+def test_what_a_server_announces_is_found_by_who_has_the_text_and_the_salt() -> None:
+    """A text goes on from another one's prompt or end, or from where a third one left that."""
+    text, beginnings = text_of(8), Beginnings()
+    ends = 2 * STRIDE_TOKENS + 9, 5 * STRIDE_TOKENS, 8 * STRIDE_TOKENS, 0, 99 * STRIDE_TOKENS
+    named = list(named_beginnings(text, b"salt", ends))
+    assert [each.num_tokens for each in named] == [2 * STRIDE_TOKENS, 5 * STRIDE_TOKENS, 8 * STRIDE_TOKENS]
+    beginnings.hear("a", pack(each.digest for each in named))
+    beginnings.remember(text.until(3 * STRIDE_TOKENS), b"salt", ["b"])
+    for num_tokens, num_held in ((8, 8), (7, 5), (2, 2), (1, 0)):
+        held = beginnings.held(text.until(num_tokens * STRIDE_TOKENS), b"salt")
+        assert held.get("a", 0) == num_held * STRIDE_TOKENS
+    assert beginnings.held(text, b"salt")["b"] == 3 * STRIDE_TOKENS
+    assert beginnings.held(text, b"other") == beginnings.held(text_of(8, 1), b"salt") == {}

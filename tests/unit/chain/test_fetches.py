@@ -24,7 +24,7 @@ CHAIN = common_pb2.Chain(hops=[a_hop("a", 0, 10), a_hop("b", 10, 20)])
 
 
 class Routes:
-    """Servers of all blocks hold a text; hops compute 500 tokens in the time that is worth a fetch."""
+    """Servers of all blocks hold a text; hops fetch 500 tokens in the time in which they compute them."""
 
     def holder_for(
         self, hop: common_pb2.Hop, excluded: Collection[str], held: Mapping[str, int]
@@ -32,8 +32,8 @@ class Routes:
         name = max(set(held).difference(excluded), key=held.__getitem__, default=None)
         return None if name is None else a_hop(name, hop.span.start, hop.span.end)
 
-    def tokens_in(self, _seconds: float, _hop: common_pb2.Hop) -> int:
-        return 500
+    def filling_seconds(self, _hop: common_pb2.Hop, num_tokens: int) -> tuple[float, float]:
+        return num_tokens / 5000, 0.1
 
 
 class Plane:

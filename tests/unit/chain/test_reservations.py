@@ -13,6 +13,7 @@ from corolla.chain.reservations import ChainLimits, OpenOptions, Reservations
 from corolla.chassis.errors import AdapterNotLoaded, CorollaError, NoAdapterRoom, NoChain, OutOfPages, QueueFull
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.page_hashes import TextDigests
 
 SPAN = common_pb2.BlockSpan(start=0, end=2)
 CHAIN = common_pb2.Chain(hops=[common_pb2.Hop(server_id="a", address="a:1", span=SPAN)], fingerprint="weights")
@@ -89,7 +90,7 @@ async def test_a_session_waits_for_pages_of_its_text_that_others_compute(
     routes.beginnings.held = lambda *_args: {"a": num_held} if num_held else {}
     routes.needs_text_in_common = lambda num_tokens, held: num_tokens - held.get("a", 0) <= room_tokens < num_tokens
     routes.holder_for = lambda *_args: None
-    options = OpenOptions(max_tokens=90, transient=True, texts=[range(80)])
+    options = OpenOptions(max_tokens=90, transient=True, texts=[TextDigests(range(80))])
     if num_opens > 5:
         assert (await opening.reserve([IDENTITY], options)).chain == CHAIN
     else:
@@ -136,7 +137,7 @@ async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: 
         for name, start in (("a", 0), ("b", 2))
     ]
     options = OpenOptions(
-        max_tokens=90, transient=True, texts=[range(80)], write_start=reservations.ALL_TOKENS,
+        max_tokens=90, transient=True, texts=[TextDigests(range(80))], write_start=reservations.ALL_TOKENS,
         only_chain=common_pb2.Chain(hops=hops, fingerprint="weights"),
     )  # fmt: skip
     opening = reservations_on(plane, 1.0)
@@ -170,7 +171,9 @@ async def test_what_was_fetched_is_resumed_once(monkeypatch: pytest.MonkeyPatch)
     opening = reservations_on(Plane(0), 1.0)
     routes: Any = opening.routes
     routes.beginnings.held = lambda *_args: {"b": 64}
-    binding = await opening.reserve([IDENTITY], OpenOptions(max_tokens=90, transient=True, texts=[range(80)]))
+    binding = await opening.reserve(
+        [IDENTITY], OpenOptions(max_tokens=90, transient=True, texts=[TextDigests(range(80))])
+    )
     await opening.open([IDENTITY.in_next_epoch()], binding.open_options, CHAIN)
     assert resumed == [True, False]
 
@@ -180,7 +183,7 @@ def test_only_servers_that_share_pages_count_as_holders_of_texts() -> None:
     hops = [common_pb2.Hop(server_id=name, address=name) for name in ("shares", "does not")]
     plane: Any = SimpleNamespace(page_tokens=lambda address: 32 * (address == "shares"))
     routes: Any = SimpleNamespace(beginnings=Beginnings())
-    options, text = OpenOptions(max_tokens=128, transient=True), list(range(STRIDE_TOKENS))
+    options, text = OpenOptions(max_tokens=128, transient=True), TextDigests(range(STRIDE_TOKENS))
     chain = common_pb2.Chain(hops=hops)
     Reservations(routes, plane, ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000)).remember(chain, options, text)
     assert routes.beginnings.held(text, options.beginning_salt) == {"shares": STRIDE_TOKENS}

@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from corolla.chassis.errors import CorollaError
 from corolla.planning.bookings import Booked
-from corolla.planning.planner import Candidate, plan, plan_replacements
+from corolla.planning.planner import FETCH_START_SECONDS, Candidate, plan, plan_replacements
 from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.span import Span
@@ -31,6 +32,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
             f"s{number}", source.choice(spans), source.choice([0.25, 0.5, 2.0]),
             queue_seconds=source.choice([0.0, 0.0, 1.0, 4.0]), zone=source.choice("aab"),
             is_suspected=source.random() < 0.2, session_seconds=0.125, prompt_seconds=source.choice([0.125, 0.5]),
+            fetch_seconds=source.choice([math.inf, 0.03125, 0.25]),
             room_tokens=source.choice([10, 1000]),
             numerics=source.choice([UNKNOWN, OTHER]),
         )
@@ -40,7 +42,8 @@ def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
     excluded = {f"s{source.randrange(20)}" for _ in range(source.randrange(4))}
     held = {f"s{source.randrange(25)}": source.choice([64, 128]) for _ in range(source.randrange(4))}
     new_tokens = source.choice([0, 16, math.inf])
-    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held, new_tokens)
+    givers = [each for each in servers if each.server_id in held and source.random() < 0.75]
+    return servers, PlannedSession(source.choice([0, 40]), excluded, booked.__getitem__, held, new_tokens, givers)
 
 
 def cost_of(servers: list[Candidate]) -> float | str:
@@ -136,6 +139,36 @@ def test_a_prompt_counts_more_before_a_short_answer(new_tokens: float, chosen: s
     session = PlannedSession(40, held={"holder": 128}, new_tokens=new_tokens)
     (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
     assert hop.server.server_id == chosen
+
+
+@pytest.mark.parametrize(
+    "fetch_seconds, num_tokens, facts, seconds",
+    [
+        (0.25, 128, {}, 0.25 * 128 + FETCH_START_SECONDS / 6),
+        (0.75, 128, {}, 0.5 * 128),
+        (math.inf, 128, {}, 0.5 * 128),
+        (0.25, 128, {"numerics": OTHER}, 0.5 * 128),
+        (0.25, 128, {"span": Span(0, 5)}, 0.5 * 128),
+        (0.499, 4, {}, 0.5 * 4),
+    ],
+    ids=["fetches", "a slow link", "unknown", "computed otherwise", "fewer blocks", "too short"],
+)
+def test_what_a_server_lacks_costs_the_smaller_of_fetching_and_computing(
+    fetch_seconds: float, num_tokens: int, facts: dict[str, Any], seconds: float
+) -> None:
+    one = server("one", "0:6", prompt_seconds=0.5, fetch_seconds=fetch_seconds, numerics=Numerics.parse("c" * 12))
+    giver = replace(one, server_id="giver", **facts)
+    session = PlannedSession(held={"giver": num_tokens}, new_tokens=1, givers=[giver])
+    assert session.filling_seconds(one) == pytest.approx(seconds)
+    assert session.filling_seconds(giver) == 0
+    assert replace(session, givers=()).filling_seconds(one) == pytest.approx(0.5 * num_tokens)
+
+
+def test_a_server_fetches_what_another_one_has_and_computes_what_only_a_third_one_has() -> None:
+    one = server("one", "0:6", prompt_seconds=0.5, fetch_seconds=0.25, numerics=Numerics.parse("c" * 12))
+    giver = replace(one, server_id="giver")
+    session = PlannedSession(held={"one": 64, "giver": 192, "of another kind": 200}, new_tokens=1, givers=[giver])
+    assert session.filling_seconds(one) == pytest.approx(0.5 * 8 + 0.25 * 128 + FETCH_START_SECONDS / 6)
 
 
 @pytest.mark.parametrize("num_before, num_after", [(1, 4), (3, 3), (13, 12), (12, 13), (5, 2), (2, 5)])

@@ -1,4 +1,4 @@
-"""What a library learns of the adapters of others: nothing."""
+"""What a library learns of the adapters and texts of others: nothing."""
 
 from corolla.router.servicer import shown_to
 from corolla.trust.workload import Workload
@@ -18,6 +18,13 @@ def test_a_library_is_shown_its_tenants_adapters_without_their_folders() -> None
     assert "secret" not in str(shown)
     for caller in (None, Workload.parse("spiffe://corolla/operator/1"), Workload.parse("spiffe://corolla/block/1")):
         assert shown_to(caller, placement) == placement
+
+
+def test_only_client_services_learn_which_texts_servers_hold() -> None:
+    placement = pb.Placement(servers=[pb.PlacedServer(load=pb.ServerLoad(num_sessions=3, beginnings=bytes(16)))])
+    assert shown_to(Workload.parse("spiffe://corolla/client/1"), placement) == placement
+    (shown,) = shown_to(Workload.parse("spiffe://corolla/library/acme"), placement).servers
+    assert (shown.load.num_sessions, shown.load.beginnings) == (3, b"")
 
 
 def test_a_client_service_is_shown_all_of_them_without_their_folders() -> None:

@@ -29,6 +29,7 @@ from corolla.client.transcripts import Transcripts, Turn
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.adapter_version import AdapterVersion
+from corolla.wire.page_hashes import TextDigests
 
 RecordTurn = Callable[[router_pb2.SessionRecord, common_pb2.ChatMessage], None]
 """Writes a finished turn's answer into the record."""
@@ -346,7 +347,7 @@ def _open_options(job: _Job, text_ids: Sequence[int], **further: Any) -> OpenOpt
     return OpenOptions(
         max_tokens=job.room.first_tokens,
         most_tokens=len(job.prompt_ids) + job.max_tokens,
-        texts=[text_ids],
+        texts=[TextDigests(text_ids)],
         cache_salt=job.running.request.cache_salt,
         standby=job.running.request.standby,
         adapter=job.adapter,
