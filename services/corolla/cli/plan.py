@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from rich import box
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from corolla.chassis.weight_formats import default_dtype
+from corolla.cli.machines_plan import plan_machines, read_machines, show_machines
 from corolla.compute.gpus import DeviceKind
 from corolla.compute.sizes import model_size
 from corolla.compute.sizing import GIB, Demand, ModelPlan, ModelSize, ServerSize, plan_servers
@@ -36,6 +38,7 @@ class PlanOptions:
         kinds: the kinds of devices, each planned by itself.
         replicas: how many servers hold each block.
         demand: what the servers hold at the same time.
+        machines: a file of unlike machines, which takes the place of `kinds`.
     """
 
     model: str
@@ -46,6 +49,7 @@ class PlanOptions:
     kinds: Sequence[DeviceKind]
     replicas: int
     demand: Demand
+    machines: Path | None = None
 
 
 def run_plan(options: PlanOptions, *, as_json: bool) -> int:
@@ -57,6 +61,10 @@ def run_plan(options: PlanOptions, *, as_json: bool) -> int:
     dtype = options.dtype or default_dtype("cuda")
     checkpoint = Checkpoint.from_pretrained(options.model, revision=options.revision, hub=Hub())
     model = model_size(checkpoint, DTYPES[dtype], options.quantization, options.kv_cache_dtype)
+    if options.machines is not None:
+        return show_machines(
+            model, plan_machines(model, read_machines(options.machines), options.demand), as_json=as_json
+        )
     plans = [(kind, plan_servers(model, kind.memory_bytes, options.demand)) for kind in options.kinds]
     if as_json:
         facts = [{**_facts(model, kind, plan, options), "unread": list(checkpoint.unread)} for kind, plan in plans]

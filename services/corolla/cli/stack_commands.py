@@ -132,8 +132,14 @@ def join(
         typer.Option(help="Address by which the others reach this machine.", show_default="of the route to HOST"),
     ] = None,
     device: Annotated[
-        str, typer.Option(envvar="COROLLA_DEVICE", help="cpu, cuda or cuda:1.", show_envvar=False)
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            envvar="COROLLA_DEVICE",
+            help="cpu; cuda, for one server on each GPU; cuda:1.",
+            show_envvar=False,
+            show_default="the GPUs, if there are any",
+        ),
+    ] = None,
     threads: Threads = None,
     log_folder: LogFolder = None,
     verbose: Verbose = False,
@@ -194,9 +200,18 @@ def plan(
     ] = 8192,
     replicas: Annotated[int, typer.Option(min=1, help="Servers that hold each block.")] = 2,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub id.", show_default=False)] = None,
+    machines: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with a table `machine` for each kind; says which blocks each would get.", show_default=False
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> int:
-    """Says how many GPU servers a model needs, what speed they allow, and which values to set; reads no weights."""
+    """Says how many GPU servers a model needs, what speed they allow, and which values to set; reads no weights.
+
+    With --machines, it says which blocks unlike machines would get, and how fast tokens can come.
+    """
     from corolla.block_server.settings import BlockServerSettings
     from corolla.cli.plan import PlanOptions, run_plan
     from corolla.compute.gpus import GPUS, DeviceKind
@@ -209,8 +224,8 @@ def plan(
     reads = None if bandwidth is None else bandwidth * 1e9
     kinds = [GPUS[name] for name in gpu or ()]
     kinds += [DeviceKind(size, parse_bytes(size), reads) for size in memory or ()]
-    if not kinds:
-        raise typer.BadParameter("give --memory SIZE or --gpu NAME")
+    if bool(kinds) == (machines is not None):
+        raise typer.BadParameter("give --memory SIZE or --gpu NAME, or --machines FILE")
     usual = BlockServerSettings.model_validate({"device": "cuda"})
     demand = Demand(
         sessions, session_tokens, usual.num_page_tokens, usual.max_tokens_per_frame, usual.adapters_mib * MIB
@@ -218,6 +233,7 @@ def plan(
     options = PlanOptions(
         model=model, revision=revision, dtype=None if dtype is None else full_dtype_name(dtype),
         quantization=quantization, kv_cache_dtype=kv_cache_dtype, kinds=kinds, replicas=replicas, demand=demand,
+        machines=machines,
     )  # fmt: skip
     return run_plan(options, as_json=json)
 

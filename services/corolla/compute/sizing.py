@@ -218,6 +218,24 @@ def plan_servers(model: ModelSize, memory_bytes: int, demand: Demand) -> ModelPl
         num_servers += 1
 
 
+def weights_room(model: ModelSize, memory_bytes: int, demand: Demand) -> tuple[int, int]:
+    """Returns how many blocks fit into a device with room for the demand, and the bytes for their weights and ends."""
+    num_blocks = len(model.blocks)
+    for length in range(num_blocks, 0, -1):
+        span = _within(num_blocks, length)
+        if _fits(model, span, memory_bytes, demand):
+            server = _server(model, span, memory_bytes, demand)
+            left = max(0, server.cache_bytes - demand.sessions * server.session_bytes)
+            return length, server.weight_bytes + server.edge_bytes + left
+    return 0, 0
+
+
+def _within(num_blocks: int, length: int) -> Span:
+    """A span of this length that reaches the model's ends only if it must."""
+    start = min(1, num_blocks - length)
+    return Span(start, start + length)
+
+
 def _plan(model: ModelSize, servers: Sequence[ServerSize], demand: Demand) -> ModelPlan:
     activations = demand.sessions * demand.session_tokens * model.hidden_bytes
     # Experts of a block are joined where they are read.

@@ -68,3 +68,57 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(
 ) -> None:
     assert main(["plan", *arguments]) == status
     assert says in capsys.readouterr().err
+
+
+MACHINES = """
+[[machine]]
+name = "fast"
+gpu = "l4"
+
+[[machine]]
+name = "slow"
+count = 2
+memory = "3GiB"
+bandwidth = 30
+link = 0.1
+latency = 20
+"""
+
+
+def test_unlike_machines_get_blocks_as_a_router_gives_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, machines = str(make_tiny_checkpoint("llama", tmp_path / "llama")), tmp_path / "machines.toml"
+    machines.write_text(MACHINES)
+    given = ("--model", folder, "--sessions", "2", "--session-tokens", "64", "--machines", str(machines))
+    facts = planned(capsys, *given)
+    assert [each["name"] for each in facts["machines"]] == ["fast", "slow-1", "slow-2"]
+    assert facts["machines"][0]["blocks"] == [0, 5]
+    assert facts["machines"][0]["chain_blocks"] == [0, 5]
+    assert facts["uncovered"] == []
+    # One machine has the whole chain, so no link costs anything.
+    assert facts["tokens_per_second"]["1"] > 1000
+    assert main(["plan", *given]) == 0
+    text = capsys.readouterr().out
+    assert "slow-2" in text
+    assert "tokens/s of streams: 1:" in text
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "has no table"),
+        ("machine = 1", "has no table"),
+        ("[[machine]", "is no TOML"),
+        ("[[machine]]\nname = 'a'\n", "a: give gpu, or memory and bandwidth"),
+        ("[[machine]]\nname = 'a'\ngpu = 'gtx'\n", "gpu gtx is not known"),
+        ("[[machine]]\nname = 'a'\ncolour = 'red'\n", "colour: Extra inputs"),
+        ("[[machine]]\nname = 'a'\nmemory = '1GiB'\nbandwidth = 1\n", "blocks 0:30 have no machine"),
+    ],
+)
+def test_lists_of_machines_that_cannot_serve_are_said(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines = tmp_path / "machines.toml"
+    machines.write_text(text)
+    assert main(["plan", "--machines", str(machines)]) == 1
+    said = capsys.readouterr()
+    assert says in said.err + said.out
