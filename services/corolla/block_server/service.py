@@ -19,6 +19,7 @@ from corolla.block_server.handover.receiver import HandoverReceiver
 from corolla.block_server.handover.sender import PART_BYTES, PART_BYTES_OF_GPUS, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import SessionFacts
+from corolla.block_server.meetings import Meetings
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
@@ -31,8 +32,10 @@ from corolla.block_server.servicer import AdminEndpoint, BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
 from corolla.block_server.span_loader import FEWER_PAGES, FEWER_WEIGHTS, SpanLoader
+from corolla.block_server.start_progress import StartProgress
 from corolla.block_server.step_admission import StepWork
 from corolla.block_server.step_spans import StepSpans
+from corolla.chassis.addresses import host_port
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import call_path
 from corolla.chassis.lifecycle import fail
@@ -146,6 +149,7 @@ class BlockServer:
         self._loader = SpanLoader(settings, self._hub, self._max_tokens_per_frame, self._metrics.grammars)
         self._numerics: Numerics = UNKNOWN
         self._kernels = ""
+        self._progress: StartProgress | None = None
         self._heartbeats: asyncio.Task[None] | None = None
         self._adapters: Adapters | None = None
         self._has_place, self._num_moved, self._num_left = False, 0, 0
@@ -173,7 +177,8 @@ class BlockServer:
             Part("drain", self._make_drain, ["servicer"]),
             Part("iterations", self._start_iterations, ["servicer"]),
             Part("data plane", self._serve_callers, ["iterations"], self._end_callers),
-            Part("readiness", self._begin_to_serve, ["data plane", "drain"], self._leave, "serving"),
+            Part("meetings", self._meet_others, ["data plane"]),
+            Part("readiness", self._begin_to_serve, ["meetings", "drain"], self._leave, "serving"),
         )
 
     @property
@@ -192,7 +197,7 @@ class BlockServer:
 
     @property
     def address(self) -> str:
-        return f"{self.settings.reachable_host}:{self.port}"
+        return host_port(self.settings.reachable_host, self.port)
 
     @property
     def sessions(self) -> tuple[SessionFacts, ...]:
@@ -309,6 +314,7 @@ class BlockServer:
 
     async def _load_weights(self) -> str:
         device, span = self._device, self._span
+        self._progress = await asyncio.to_thread(StartProgress.of, self._checkpoint, span)
         with memory_for(f"the weights of blocks {span}", device, FEWER_WEIGHTS):
             self._bandwidth = (
                 await self._compute_thread.run(measure_bandwidth, device) if device.type == "cuda" else None
@@ -434,11 +440,15 @@ class BlockServer:
             sessions, self._sender, self._peers, self._neighbours, self._network.connect, self._fingerprint, self._work,
             self._metrics,
         )  # fmt: skip
+        self._meetings = Meetings(
+            self.address, self._fingerprint, self._neighbours, self._network.connect, self._registration.placement,
+            self._work,
+        )  # fmt: skip
         self._servicer = BlockServicer(
             identity, engine, sessions, self._outputs, self._peers, self._runner.store, receiver, self._work,
             self._shared, self._rpc_metrics.error, self._network.capabilities(self._fingerprint), self._adapters,
             lambda: self._registration.num_heartbeats,
-            self._standbys if settings.prefix_cache else None,
+            self._standbys if settings.prefix_cache else None, self._meetings,
         )  # fmt: skip
 
     def _make_drain(self) -> None:
@@ -465,6 +475,10 @@ class BlockServer:
         # The time for draining is over, and streams do not end by themselves.
         await self._listener.close()
         await self._rpc.stop(0)
+
+    async def _meet_others(self) -> None:
+        await self._meetings.meet_all()
+        self._work.start_restartable(self._meetings.run, "meetings")
 
     async def _begin_to_serve(self) -> None:
         await self._rpc.ready()
@@ -565,7 +579,12 @@ class BlockServer:
 
     def _load(self) -> router_pb2.ServerLoad:
         if "engine" not in self.parts.started:
-            return router_pb2.ServerLoad()
+            progress = self._progress
+            return (
+                router_pb2.ServerLoad(start_share=progress.share, start_seconds_left=progress.seconds_left)
+                if progress is not None
+                else router_pb2.ServerLoad()
+            )
         pool = self._sessions.pool
         num_copied = self._standbys.num_copied_tokens if "servicer" in self.parts.started else 0
         return router_pb2.ServerLoad(
@@ -581,4 +600,5 @@ class BlockServer:
             kernels=self._kernels,
             num_tokens_at_risk=max(0, self._sessions.num_running_tokens - num_copied),
             beginnings=self._sessions.announced.newest_first(),
+            unreachable=self._meetings.unreachable if "servicer" in self.parts.started else (),
         )

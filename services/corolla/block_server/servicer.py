@@ -18,6 +18,7 @@ from corolla.block_server.frame_checks import ID_BYTES, FrameChecks, Identity
 from corolla.block_server.handover.receiver import HandoverReceiver, answer_to
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import OpenRequest, SessionState
+from corolla.block_server.meetings import Meetings
 from corolla.block_server.page_returns import PageReturns
 from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
 from corolla.block_server.pending_opens import PendingOpens
@@ -68,6 +69,7 @@ class BlockServicer:
         adapters: loads the adapters of sessions; None: sessions cannot use adapters.
         num_heartbeats: counts the heartbeats that the server has sent.
         standbys: copies sessions to their standbys; None: this server neither has standbys nor is one.
+        meetings: answers servers that want to know whether this one reaches them; None: they get no answer.
     """
 
     identity: Identity
@@ -84,6 +86,7 @@ class BlockServicer:
     adapters: Adapters | None = None
     num_heartbeats: Callable[[], int] = lambda: 0
     standbys: Standbys | None = None
+    meetings: Meetings | None = None
     _checks: FrameChecks = field(init=False)
     _pending_opens: PendingOpens = field(init=False)
     _page_returns: PageReturns = field(init=False)
@@ -105,6 +108,7 @@ class BlockServicer:
             pb.Credit: self._credit,
             pb.Handover: self._handover,
             pb.HandoverTokens: self._handover_tokens,
+            pb.Meet: self._meet,
         }
 
     def accept(self, stream: Stream) -> Receiver:
@@ -408,6 +412,10 @@ class BlockServicer:
         if peer.client_id:
             raise MalformedMessage("handover", "only servers hand sessions over")
         self.receiver.on_part(control, payload, peer)
+
+    def _meet(self, message: pb.Meet, payload: Buffer, peer: Peer) -> None:
+        if self.meetings is not None:
+            self.meetings.answer(message, peer)
 
     def _forget(self, peer: Peer) -> None:
         """Frees or orphans the sessions that were opened on the peer's stream, which has ended.

@@ -27,7 +27,7 @@ _STATES = {
 }
 _LOADS = (
     "num_sessions", "num_pages", "num_free_pages", "num_queued_steps", "decode_step_seconds", "resident_memory_bytes",
-    "num_tokens_at_risk",
+    "num_tokens_at_risk", "start_share", "start_seconds_left",
 )  # fmt: skip
 _BAR_WIDTH = 50
 _LACKS = {
@@ -82,7 +82,7 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
         load = placed.load
         table.add_row(
             placed.server.address,
-            Text(state, style=colour),
+            Text(state + progress_text(load), style=colour),
             f"{placed.span.start}:{placed.span.end}",
             str(load.num_sessions),
             f"{load.num_free_pages}/{load.num_pages}" if load.num_pages else "",
@@ -91,7 +91,28 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
     lines = _grouped(placement, "dtype", lambda placed: placed.server.dtype)
     lines += _grouped(placement, "numerics", lambda placed: placed.load.numerics[:_NUMERICS_CHARS])
     lines += _grouped(placement, "kernels", lambda placed: placed.load.kernels)
+    lines += [_line("apart", f"{one} and {other} do not reach each other") for one, other in apart(placement)]
     return Group(table, _coverage(placement), *lines)
+
+
+def progress_text(load: router_pb2.ServerLoad) -> str:
+    """How far a server that joins has come, as ` 43 %, 12 s`; empty if that is not known."""
+    if not load.start_share:
+        return ""
+    left = f", {math.ceil(load.start_seconds_left)} s" if load.start_seconds_left else ""
+    return f" {math.floor(100 * load.start_share)} %{left}"
+
+
+def apart(placement: router_pb2.Placement) -> list[tuple[str, str]]:
+    """The pairs of addresses that do not reach each other, each once."""
+    placed = {each.server.address for each in placement.servers}
+    pairs = {
+        (min(pair), max(pair))
+        for each in placement.servers
+        for pair in ((each.server.address, other) for other in each.load.unreachable)
+        if placed.issuperset(pair)
+    }
+    return sorted(pairs)
 
 
 def placement_facts(placement: router_pb2.Placement, num_sessions: int | None) -> dict[str, Any]:
@@ -103,6 +124,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int | None) -
         "num_blocks": placement.num_model_blocks,
         "num_sessions": num_sessions,
         "uncovered": [[span.start, span.end] for span in placement.uncovered],
+        "apart": [list(pair) for pair in apart(placement)],
         "without_standby": [[span.start, span.end] for span in _by_span(placement, lacking)],
         "servers": [
             {

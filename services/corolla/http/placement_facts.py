@@ -34,6 +34,9 @@ class ServerFacts(BaseModel):
     name: str = Field(description="The server's public name: it changes at each start, and does not tell the address.")
     blocks: Blocks = Field(description="The first block of the server, and the one after its last.")
     state: State = Field(description="`lost`: the server failed, and has not reported since.")
+    start_share: float = Field(description="The part of its weights that a joining server has read; 0: not known.")
+    start_seconds_left: float = Field(description="The seconds for the rest at the speed so far; 0: not known.")
+    unreachable: list[str] = Field(description="Names of the servers from which it is cut off.")
     answers: int = Field(description="Running answers of the asked client service that use the server.")
     sessions: int = Field(
         description="Sessions on the server, idle ones and sessions of other client services included."
@@ -89,7 +92,8 @@ def placement_facts(
         servers: the servers that hold this model's weights.
         num_answers: the number of answers that use each server, by its id.
     """
-    found = [_server(each, num_answers.get(each.server.server_id, 0)) for each in servers]
+    names = {each.server.address: name_of(each.server.server_id) for each in servers}
+    found = [_server(each, num_answers.get(each.server.server_id, 0), names) for each in servers]
     ready = [Span(*each.blocks) for each in found if each.state == "ready"]
     return PlacementFacts(
         model=model,
@@ -105,12 +109,15 @@ def name_of(server_id: str) -> str:
     return hashlib.sha256(server_id.encode()).hexdigest()[:_NAME_CHARS]
 
 
-def _server(placed: pb.PlacedServer, num_answers: int) -> ServerFacts:
+def _server(placed: pb.PlacedServer, num_answers: int, names: Mapping[str, str]) -> ServerFacts:
     load = placed.load
     return ServerFacts(
         name=name_of(placed.server.server_id),
         blocks=(placed.span.start, placed.span.end),
         state="lost" if placed.suspected else _STATES.get(placed.state, "joining"),
+        start_share=round(load.start_share, 3),
+        start_seconds_left=round(load.start_seconds_left, 1),
+        unreachable=sorted(names[each] for each in load.unreachable if each in names),
         answers=num_answers,
         sessions=load.num_sessions,
         pages=load.num_pages,

@@ -94,6 +94,12 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """GoAway, of a connection in whose place another one comes, either way"""
     FRAME_KIND_STANDBY: _FrameKind.ValueType  # 23
     """Standby, not answered"""
+    FRAME_KIND_MEET: _FrameKind.ValueType  # 26
+    """Between block servers, on a stream without a client id:
+    Meet
+    """
+    FRAME_KIND_MET: _FrameKind.ValueType  # 27
+    """Met, answer to Meet"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -148,6 +154,12 @@ FRAME_KIND_GO_AWAY: FrameKind.ValueType  # 21
 """GoAway, of a connection in whose place another one comes, either way"""
 FRAME_KIND_STANDBY: FrameKind.ValueType  # 23
 """Standby, not answered"""
+FRAME_KIND_MEET: FrameKind.ValueType  # 26
+"""Between block servers, on a stream without a client id:
+Meet
+"""
+FRAME_KIND_MET: FrameKind.ValueType  # 27
+"""Met, answer to Meet"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -1737,6 +1749,50 @@ class Moved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Moved: _TypeAlias = Moved  # noqa: Y015
+
+@_typing.final
+class Meet(_message.Message):
+    """Asks a server to connect to the sender, which is about to be ready, and to say whether it met it. The server connects
+    only to addresses that the placement names.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of the sender, as the placement names it."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Meet: _TypeAlias = Meet  # noqa: Y015
+
+@_typing.final
+class Met(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MET_FIELD_NUMBER: _builtins.int
+    met: _builtins.bool
+    """Whether a stream to that address got a Welcome and, with certificates, from the workload that sent Meet."""
+    def __init__(
+        self,
+        *,
+        met: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["met", b"met"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Met: _TypeAlias = Met  # noqa: Y015
 
 @_typing.final
 class GetBlockServerStatusRequest(_message.Message):

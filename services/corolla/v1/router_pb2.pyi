@@ -295,6 +295,9 @@ class ServerLoad(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_AT_RISK_FIELD_NUMBER: _builtins.int
     BEGINNINGS_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
+    START_SHARE_FIELD_NUMBER: _builtins.int
+    START_SECONDS_LEFT_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -327,6 +330,15 @@ class ServerLoad(_message.Message):
     """Digests of the newest beginnings of texts that its prefix cache has and client services named, at most 64, the
     newest first, of 8 bytes each. They begin with a secret of the tenant. In a PlacementChange: only those that are new.
     """
+    start_share: _builtins.float
+    """Of a server that joins: the part of its start that is done, from 0 to 1, and the seconds that are left by the speed
+    so far; 0: not known.
+    """
+    start_seconds_left: _builtins.float
+    @_builtins.property
+    def unreachable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of ready servers that do not reach this one, or that it does not reach, as it found when it joined."""
+
     def __init__(
         self,
         *,
@@ -344,10 +356,13 @@ class ServerLoad(_message.Message):
         kernels: _builtins.str = ...,
         num_tokens_at_risk: _builtins.int = ...,
         beginnings: _builtins.bytes = ...,
+        unreachable: _abc.Iterable[_builtins.str] | None = ...,
+        start_share: _builtins.float = ...,
+        start_seconds_left: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes", "start_seconds_left", b"start_seconds_left", "start_share", b"start_share", "unreachable", b"unreachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015

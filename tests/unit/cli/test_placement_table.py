@@ -105,3 +105,18 @@ def test_nothing_is_said_of_losses_where_spans_have_standbys_and_no_session_runs
     shown = placement((0, 30, READY), (0, 30, READY))
     shown.servers[0].server.address = "127.0.0.2:20000"
     assert lines_of(shown) == []
+
+
+def test_a_server_that_joins_says_how_far_it_is_and_pairs_are_named_once() -> None:
+    shown = placement((0, 10, READY), (10, 20, READY), (20, 30, router_pb2.SERVER_STATE_JOINING))
+    one, other, joining = shown.servers
+    joining.load.start_share, joining.load.start_seconds_left = 0.437, 11.2
+    one.load.unreachable.append(other.server.address)
+    other.load.unreachable.extend([one.server.address, "10.0.0.9:50052"])
+    text = drawn(shown)
+    assert "joining 43 %, 12 s" in text
+    assert "…" not in text
+    assert f"apart    {one.server.address} and {other.server.address} do not reach each other" in text
+    facts = placement_facts(shown, 0)
+    assert facts["apart"] == [[one.server.address, other.server.address]]
+    assert facts["servers"][2]["start_share"] == 0.437

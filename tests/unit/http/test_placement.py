@@ -55,6 +55,16 @@ def test_callers_learn_how_servers_are_and_not_where_nor_which() -> None:
     assert [each for each in hidden if each in text] == []
 
 
+def test_callers_see_servers_as_they_join_and_pairs_that_are_apart() -> None:
+    joining, other = placed(SERVER_ID, 0, 2, state=1), placed("f" * 32, 2, 5)
+    joining.load.start_share, joining.load.start_seconds_left = 0.5, 3.25
+    other.server.address = "10.1.2.4:50052"
+    joining.load.unreachable.extend([other.server.address, "10.9.9.9:1"])
+    (first, _) = placement_facts("tiny", 5, [joining, other], {}, []).servers
+    assert (first.start_share, first.start_seconds_left) == (0.5, 3.2)
+    assert first.unreachable == [name_of("f" * 32)]
+
+
 def test_many_servers_have_names_of_their_own() -> None:
     names = {name_of(f"{number:032x}") for number in range(20_000)}
     assert len(names) == 20_000

@@ -89,7 +89,7 @@ export class ModelView {
       title.textContent = server.name;
       const [span, state] = blocks.children;
       span.textContent = blocksText(...server.blocks);
-      state.textContent = server.state === "ready" ? "" : server.state;
+      state.textContent = stateOf(server);
       answers.textContent = server.answers;
       sessions.textContent = server.sessions;
       const [share, meter] = free.children;
@@ -134,6 +134,15 @@ function makeServer() {
     element("td", {}, element("span"), element("span", { className: "meter", "aria-hidden": "true" })),
     element("td"), element("td"),
   );
+}
+
+/** A server's state in words: how far it has come if it joins, and which servers it does not reach. */
+function stateOf(server) {
+  const words = server.state === "ready" ? [] : [server.state];
+  if (server.start_share) words.push(`${Math.floor(100 * server.start_share)}\u00a0%`);
+  if (server.start_seconds_left) words.push(`${Math.ceil(server.start_seconds_left)}\u00a0s left`);
+  if (server.unreachable.length) words.push(`apart from ${server.unreachable.join(", ")}`);
+  return words.join(", ");
 }
 
 const makeRecovery = () => element("li", {}, element("b"), element("p"));
