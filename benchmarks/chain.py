@@ -19,7 +19,8 @@ from corolla.chassis.loop_thread import LoopThread
 from corolla.local.options import StackOptions
 from corolla.local.ports import Ports
 from corolla.local.processes import ManagedProcess, block_server_process
-from corolla.local.stack import Stack, StackEvent
+from corolla.local.stack import Stack
+from corolla.local.supervisor import StackEvent
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2
 

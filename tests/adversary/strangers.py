@@ -2,7 +2,8 @@
 
     python -m tests.adversary.strangers ADDRESS KINDS NUMBER SECONDS
 
-They come one after the other within those seconds, and stay until the other end has cut off every one.
+They come one after the other within those seconds, and stay until the other end has cut off every one. Before an
+address, `tls:` has them make a handshake first.
 """
 
 import asyncio
@@ -73,13 +74,21 @@ def half_message(num_bytes: int = 48 << 10) -> bytes:
     return b"\x00" + struct.pack(">I", 4 * MIB) + bytes(num_bytes)
 
 
-def client_hello() -> bytes:
+TLS: Final = "tls:"
+
+
+def trusting() -> ssl.SSLContext:
+    """A context for which any certificate will do."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
+    return context
+
+
+def client_hello() -> bytes:
     taken, given = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
-        context.wrap_bio(taken, given).do_handshake()
+        trusting().wrap_bio(taken, given).do_handshake()
     return given.read()
 
 
@@ -111,11 +120,11 @@ KINDS: Final[Mapping[str, bytes]] = {
 """What each sends, and then nothing more."""
 
 
-async def live(address: str, sent: bytes) -> None:
+async def live(address: str, sent: bytes, context: ssl.SSLContext | None) -> None:
     """Until the other end cuts it off."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(ConnectionError):
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=context)
         writer.write(sent)
         while await reader.read(1 << 16):
             pass
@@ -123,9 +132,10 @@ async def live(address: str, sent: bytes) -> None:
 
 
 async def main(address: str, kinds: Sequence[str], number: int, seconds: float) -> None:
+    context = trusting() if address.startswith(TLS) else None
     async with asyncio.TaskGroup() as tasks:
         for place in range(number):
-            tasks.create_task(live(address, KINDS[kinds[place % len(kinds)]]))
+            tasks.create_task(live(address.removeprefix(TLS), KINDS[kinds[place % len(kinds)]], context))
             await asyncio.sleep(seconds / number)
 
 

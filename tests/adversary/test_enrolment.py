@@ -4,21 +4,25 @@ import asyncio
 import errno
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from corolla.chassis.errors import (
     CorollaError,
     InvalidRequest,
     MessageTooLarge,
     QueueFull,
+    ReleaseMismatch,
     ServiceUnavailable,
     StartupError,
     StoreUnavailable,
@@ -26,13 +30,14 @@ from corolla.chassis.errors import (
 )
 from corolla.chassis.settings import load
 from corolla.issuer.attempts import MOST_REFUSALS, Attempts
-from corolla.issuer.register import Register
+from corolla.issuer.register import CERTIFICATE_LIFETIME_S, Register
 from corolla.issuer.register_file import RegisterFile
 from corolla.issuer.service import IssuerProcess
 from corolla.issuer.servicer import IssuerServicer
 from corolla.issuer.settings import IssuerSettings
-from corolla.local.issuer_client import IssuerClient
+from corolla.local.issuer_client import IssuerClient, showing_certificate
 from corolla.local.membership import Membership
+from corolla.local.ports import Ports
 from corolla.sdk.transport import error_of
 from corolla.trust.authority import Authority
 from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
@@ -102,18 +107,20 @@ def forged(token: JoinToken, **changes: Any) -> JoinToken:
 async def test_a_machine_joins_and_comes_back_without_its_token(place: Place) -> None:
     token, machine = place.file.new_token(uses=1), place.membership()
     answer = await asyncio.to_thread(machine.enrol, token)
+    with pytest.raises(StartupError, match=r"joins .* already"):
+        place.membership()
     own = workload_of_certificate(x509.load_pem_x509_certificate(answer.certificate))
     assert own is not None
     assert (own.trust_domain, own.role) == ("local", Role.BLOCK)
     assert answer.router == "192.168.1.10:50050"
     assert Network.from_folder(machine.folder).credentials is not None
+    machine.close()
     again = place.membership()
     assert again.exists
     # The certificate has more than half of its life left, so it is the same; no use of the token is spent.
     assert (await asyncio.to_thread(again.enrol)).certificate == answer.certificate
     assert [each.uses for each in place.file.register().tokens] == [0]
-    for each in (machine, again):
-        each.close()
+    again.close()
 
 
 async def test_tokens_that_are_replayed_tried_or_harvested_give_nothing(place: Place) -> None:
@@ -182,7 +189,7 @@ async def test_a_revoked_machine_is_out_and_gets_no_other_certificate(place: Pla
     with place.file.changing() as register:
         assert register.revoke(token.id, with_machines=True) == 1
     with pytest.raises(Unauthenticated, match="was revoked"):
-        await asyncio.to_thread(machine.follow, 0.0)
+        await asyncio.to_thread(machine.follow)
     verifier = CertificateVerifier(
         place.file.authority.certificate_pem, (machine.folder / REVOCATIONS_FILE).read_bytes()
     )
@@ -299,7 +306,7 @@ async def test_an_authority_that_is_sent_along_is_not_trusted(
         machine = impostor.membership()
         with pytest.raises(StartupError, match="another stack"):
             await asyncio.to_thread(machine.enrol, token)
-        assert list(machine.folder.iterdir()) == []
+        assert [each.name for each in machine.folder.iterdir()] == ["join.lock"]
     finally:
         await impostor.process.stop()
 
@@ -310,7 +317,7 @@ async def test_a_revocation_list_counts_only_if_the_authority_signed_it(place: P
     own = (machine.folder / REVOCATIONS_FILE).read_bytes()
     (place.state / REVOCATIONS_FILE).write_bytes(Authority().revocations([]))
     with pytest.raises(ServiceUnavailable, match="has not signed"):
-        await asyncio.to_thread(machine.follow, 0.0)
+        await asyncio.to_thread(machine.follow)
     assert (machine.folder / REVOCATIONS_FILE).read_bytes() == own
 
 
@@ -323,16 +330,23 @@ async def test_a_machine_outlives_a_full_disk_and_says_when_the_stack_is_another
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    # Half of the certificate's life is over, by the clocks of issuer and machine.
+    later_s = time.time() + CERTIFICATE_LIFETIME_S / 2 + 120
+    monkeypatch.setattr(time, "time", lambda: later_s)
     with monkeypatch.context() as patched:
         patched.setattr("corolla.local.membership.write_private", full)
         with pytest.raises(StoreUnavailable, match="No space left"):
-            await asyncio.to_thread(machine.follow, 4e9)
-    await asyncio.to_thread(machine.follow, 4e9)
-    assert (machine.folder / CERTIFICATE_FILE).read_bytes() == certificate
-    machine.close()
+            await asyncio.to_thread(machine.follow)
+    await asyncio.to_thread(machine.follow)
+    newer = (machine.folder / CERTIFICATE_FILE).read_bytes()
+    assert newer != certificate
+    await asyncio.to_thread(machine.follow)
+    assert (machine.folder / CERTIFICATE_FILE).read_bytes() == newer
     (machine.folder / AUTHORITY_FILE).write_bytes(Authority().certificate_pem)
+    machine.close()
+    again = place.membership()
     with pytest.raises(StartupError, match="another stack"):
-        await asyncio.to_thread(machine.follow, 0.0)
+        await asyncio.to_thread(again.follow)
 
 
 async def test_a_token_goes_to_no_issuer_of_another_stack(place: Place, tmp_path: Path) -> None:
@@ -354,3 +368,81 @@ async def test_tokens_stand_in_no_log(place: Place, caplog: pytest.LogCaptureFix
     assert "IssuerService/Enrol" in written
     assert token.written.rpartition(".")[2] not in written
     assert token.secret.hex() not in written
+
+
+async def test_the_issuer_says_whether_it_met_the_machine_at_its_address(place: Place) -> None:
+    machine, ports = place.membership(), Ports()
+    await asyncio.to_thread(machine.enrol, place.file.new_token())
+    port = ports.free()
+    await asyncio.to_thread(machine.check_reach, "127.0.0.1", port)
+    await asyncio.to_thread(machine.check_reach, "localhost", port)
+    with pytest.raises(StartupError, match=r"sees this one at 127\.0\.0\.1, not at 192\.0\.2\.7.*overlay"):
+        await asyncio.to_thread(machine.check_reach, "192.0.2.7", port)
+    other = place.membership("other")
+    await asyncio.to_thread(other.enrol, place.file.new_token())
+    # Another machine's certificate does not count, and neither does a port where nothing is.
+    assert not await met(place, machine, port, shown=other)
+    assert not await met(place, machine, port)
+    for each in (machine, other):
+        each.close()
+    ports.close()
+
+
+async def met(place: Place, machine: Membership, port: int, shown: Membership | None = None) -> bool:
+    """Whether the issuer meets a machine at a port where it shows the certificate of `shown`, if any does."""
+    client, key = await place.client(), load_pem_private_key((machine.folder / KEY_FILE).read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+
+    def ask() -> str:
+        try:
+            with nullcontext() if shown is None else showing_certificate("127.0.0.1", port, shown.folder):
+                client.check_reach(key, "127.0.0.1", port)
+        except StartupError as failure:
+            return failure.message
+        finally:
+            client.close()
+        return ""
+
+    said = await asyncio.to_thread(ask)
+    assert said == "" or f"cannot reach this one at port {port}" in said
+    return not said
+
+
+async def test_strangers_have_the_issuer_connect_nowhere(place: Place) -> None:
+    client, joined = await place.client(), place.membership()
+    await asyncio.to_thread(joined.enrol, place.file.new_token())
+    with pytest.raises(Unauthenticated, match="does not know"):
+        await asyncio.to_thread(client.check_reach, new_key(), "127.0.0.1", 9)
+    key = load_pem_private_key((joined.folder / KEY_FILE).read_bytes(), None)
+    der = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    forged_request = pb.ReachRequest(public_key=der, signature=b"x" * 64, port=9)
+    authority = place.file.authority.certificate_pem
+    async with grpc.aio.secure_channel(place.address, grpc.ssl_channel_credentials(authority)) as channel:
+        with pytest.raises(grpc.RpcError) as refusal:
+            await IssuerServiceStub(channel).Reach(forged_request, timeout=10)
+    assert isinstance(error_of(refusal.value, place.address), InvalidRequest)
+    client.close()
+    joined.close()
+
+
+async def test_wrong_clocks_and_other_releases_are_said_and_no_token_is_spent(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, machine = place.file.new_token(), place.membership()
+    for seconds, says in ((3600, "60 minutes behind"), (-1800, "30 minutes ahead of")):
+        with monkeypatch.context() as patched:
+            patched.setattr("corolla.issuer.servicer.time", shifted(seconds))
+            with pytest.raises(ServiceUnavailable, match=f"this machine's clock is {says}"):
+                await asyncio.to_thread(machine.enrol, token)
+        machine.close()
+        machine = place.membership()
+    monkeypatch.setattr("corolla.issuer.servicer.RELEASE", "9.9")
+    with pytest.raises(ReleaseMismatch, match=r"the stack runs Corolla 9\.9"):
+        await asyncio.to_thread(machine.enrol, token)
+    machine.close()
+    assert [each.uses for each in place.file.register().tokens] == [16]
+
+
+def shifted(seconds: float) -> SimpleNamespace:
+    """A clock that is ahead."""
+    return SimpleNamespace(time=lambda: time.time() + seconds, monotonic=time.monotonic)

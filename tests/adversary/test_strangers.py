@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from benchmarks.figures import percentile
 from corolla.sdk.async_client import AsyncClient
-from tests.adversary.strangers import KINDS
+from tests.adversary.strangers import KINDS, TLS
 from tests.faults.running_stack import RunningStack, start_stack
 
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
@@ -60,7 +60,7 @@ class Listener:
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningStack]:
     keys: Path = tmp_path_factory.mktemp("strangers") / "keys"
     await asyncio.to_thread(keys.write_text, f"quiet:{KEY}\n")
-    async with start_stack("tiny", "0:6", {"COROLLA_API_KEYS_FILE": str(keys)}) as stack:
+    async with start_stack("tiny", "0:6", {"COROLLA_API_KEYS_FILE": str(keys)}, is_shared=True) as stack:
         yield stack
 
 
@@ -76,17 +76,23 @@ def percentile_s(listeners: list[Listener]) -> float:
     "port, kinds",
     [
         ("client", CALLERS), ("client", ("bomb",)), ("client", HALF_HANDSHAKES), ("router", HALF_HANDSHAKES),
-        ("data", HALF_HANDSHAKES), ("control", HALF_HANDSHAKES),
+        ("data", HALF_HANDSHAKES), ("control", HALF_HANDSHAKES), ("issuer", HALF_HANDSHAKES),
+        ("issuer", CALLERS),
     ],
-    ids=["client-mixed", "client-bombs", "client-handshakes", "router", "data", "control"],
+    ids=[
+        "client-mixed", "client-bombs", "client-handshakes", "router", "data", "control", "issuer-handshakes",
+        "issuer-mixed",
+    ],
 )  # fmt: skip
 async def test_a_crowd_of_strangers_disturbs_nobody(stack: RunningStack, port: str, kinds: tuple[str, ...]) -> None:
     (server,) = stack.servers
     addresses = {
         "client": stack.service.address, "router": stack.process("router").address,
-        "data": server.address, "control": server.control_address,
+        "data": server.address, "control": server.control_address, "issuer": stack.process("issuer").address,
     }  # fmt: skip
-    pid = stack.local.pid(port if port in ("client", "router") else server.name)
+    if port == "issuer" and kinds == CALLERS:
+        addresses[port] = f"{TLS}{addresses[port]}"  # where everybody gets past the handshake
+    pid = stack.local.pid(port if port in ("client", "router", "issuer") else server.name)
     assert pid is not None
     for _ in range(NUM_TRIES):
         figures = await disturbed_by(stack, pid, addresses[port], kinds)

@@ -20,7 +20,8 @@ from corolla.local.options import StackOptions
 from corolla.local.ports import Ports
 from corolla.local.processes import ManagedProcess, client_process
 from corolla.local.readiness import knows_a_chain
-from corolla.local.stack import Stack, StackEvent
+from corolla.local.stack import Stack
+from corolla.local.supervisor import StackEvent
 from corolla.sdk.async_client import AsyncClient
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2
 from tests.checkpoints import make_tiny_checkpoint
@@ -218,8 +219,9 @@ async def start_stack(
     outage_s: float = 60.0,
     context: int = 0,
     is_secure: bool = True,
+    is_shared: bool = False,
 ) -> AsyncIterator[RunningStack]:
-    """A stack that is ready; "tiny" is a random model of six blocks."""
+    """A stack that is ready; "tiny" is a random model of six blocks. Other machines may join it if `is_shared`."""
     with tempfile.TemporaryDirectory(prefix="corolla-faults-") as name:
         folder = Path(name)
         if model == "tiny":
@@ -227,6 +229,7 @@ async def start_stack(
             model = str(make_tiny_checkpoint("llama", folder / "tiny", num_blocks=NUM_BLOCKS, config_changes=changes))
         options = StackOptions(
             model=model, blocks=spans, log_folder=folder / "logs", restarts=False, is_secure=is_secure,
+            shared_host="127.0.0.1" if is_shared else "", state_folder=folder / "state" if is_shared else None,
             # A stack in a terminal ends at once; what is proved here are the times of a cluster.
             environment={"COROLLA_GRACE_S": "25", **(environment or {})},
         )  # fmt: skip

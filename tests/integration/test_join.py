@@ -1,18 +1,25 @@
 """`corolla up --share` and `corolla join`: a machine joins by one line, and comes back, and is shut out."""
 
+import fcntl
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from corolla import Client
 from corolla.chassis.errors import NoChain
 from corolla.local.ports import Ports
+from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.other_machine import OtherMachine, other_machine
 from tests.integration.running_up import COROLLA, RunningUp
@@ -20,25 +27,50 @@ from tests.reference import Unsplit
 
 pytestmark = pytest.mark.full
 
-TEXT = "tell me about rivers"
+TEXT: Final = "tell me about rivers"
+PAGE: Final = ROOT / "docs" / "several-machines.md"
+
+
+def unit() -> str:
+    """The systemd unit of the page."""
+    (found,) = re.findall(r"```\n(\[Unit\]\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return str(found)
 
 
 class Joined:
     """`corolla join --json` as a child on another machine, with a state folder of its own."""
 
-    def __init__(self, folder: Path, machine: OtherMachine, address: str, token: str) -> None:
+    def __init__(
+        self, folder: Path, machine: OtherMachine, command: Sequence[str], variables: Mapping[str, str], token: str = ""
+    ) -> None:
         self.errors = folder / "join-errors"
-        environment = {**os.environ, "XDG_STATE_HOME": str(folder / "other-machine")}
-        options = ["--port", "0", "--capacity-blocks", "2", "--log-folder", str(folder / "join-logs")]
-        command = [*machine.prefix, *COROLLA, "join", address, "--json", *options]
+        environment = {**os.environ, "XDG_STATE_HOME": str(folder / "other-machine"), **variables}
+        options = ["--json", "--capacity-blocks", "2", "--log-folder", str(folder / "join-logs")]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
+                [*machine.prefix, *command, *options],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+            )  # fmt: skip
         assert self.process.stdin is not None
         self.process.stdin.write(token)
         self.process.stdin.close()
         self.written = ""
+
+    @classmethod
+    def by_unit(cls, folder: Path, machine: OtherMachine, address: str, token: str) -> "Joined":
+        """Runs the unit's line as systemd does, with a credential."""
+        credentials = folder / "credentials"
+        credentials.mkdir()
+        (credentials / "token").write_text(token)
+        lines = dict(line.split("=", 1) for line in unit().splitlines() if line.startswith(("ExecStart=", "Environ")))
+        assert lines["Environment"] == "XDG_STATE_HOME=%S"
+        variable, path = re.findall(r"^Environment=(COROLLA\w+)=(.*)$", unit(), re.MULTILINE)[0]
+        program, *arguments = shlex.split(lines["ExecStart"])
+        assert program.endswith("/bin/corolla")
+        given = {"192.168.1.10:50054": address, "demo": str(folder / "tiny")}
+        arguments = [given.get(each, each) for each in arguments]
+        variables = {variable: path.replace("%d", str(credentials)), "CREDENTIALS_DIRECTORY": str(credentials)}
+        return cls(folder, machine, [*COROLLA, *arguments], variables)
 
     def wait_for(self, kind: str) -> dict[str, Any]:
         for line in self.process.stdout or ():
@@ -55,10 +87,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def machine() -> Iterator[OtherMachine]:
-    with other_machine() as machine:
-        yield machine
+@pytest.fixture(params=[4, 6])
+def machine(request: pytest.FixtureRequest) -> Iterator[OtherMachine]:
+    with (Path(tempfile.gettempdir()) / "corolla-tests-share.lock").open("w") as lock:
+        # Shared stacks of one machine would race for the usual ports.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with other_machine(request.param) as machine:
+            yield machine
 
 
 @pytest.fixture
@@ -79,16 +114,21 @@ def tokens(folder: Path, *arguments: str) -> str:
 
 def status_there(folder: Path, machine: OtherMachine, up: RunningUp) -> list[str]:
     """The spans that the machine that joined sees by its own certificate."""
-    router = f"{machine.first_host}:{up.addresses['router'].rpartition(':')[2]}"
+    router = re.sub(r".*:", f"{bracketed(machine.first_host)}:", up.addresses["router"])
     (tls_dir,) = (folder / "other-machine" / "corolla" / "joined").iterdir()
     command = [*machine.prefix, *COROLLA, "status", "--json", "--router", router]
     environment = {**os.environ, "COROLLA_TLS_DIR": str(tls_dir)}
     said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     facts = json.loads(said)
     assert facts["num_sessions"] is None
+    assert facts["apart"] == []
     hosts = {each["address"].rpartition(":")[0] for each in facts["servers"]}
-    assert hosts == {machine.first_host, machine.host}
+    assert hosts == {bracketed(machine.first_host), bracketed(machine.host)}
     return sorted(f"{each['span'][0]}:{each['span'][1]}" for each in facts["servers"])
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def servers(up: RunningUp, number: int) -> None:
@@ -103,11 +143,23 @@ def servers(up: RunningUp, number: int) -> None:
 
 
 def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine: OtherMachine, up: RunningUp) -> None:
-    token = tokens(folder, "new")
-    client = Client(up.addresses["client"])
+    token, port = tokens(folder, "new"), Ports().free()
+    client, address = Client(up.addresses["client"]), up.addresses["join"]
     with pytest.raises(NoChain):
         client.generate(TEXT, max_tokens=8)
-    joined = Joined(folder, machine, up.addresses["join"], token)
+    join = [*COROLLA, "join", address, "--port", str(port)]
+    num_uses = 15
+    if machine.drops(port, is_on=True):
+        refused = Joined(folder, machine, join, {"XDG_STATE_HOME": str(folder / "refused")}, token)
+        assert refused.process.wait(60) == 1
+        assert f"the first machine cannot reach this one at port {port}" in refused.errors.read_text()
+        assert '"machine"' not in "".join(refused.process.stdout or ())
+        assert machine.drops(port, is_on=False)
+        num_uses -= 1
+    joined = Joined.by_unit(folder, machine, address, token)
+    shown = joined.wait_for("machine")
+    assert shown["holds"] == "up to 2 blocks"
+    assert shown["stack"] == "1 block servers; without one: 3:5"
     up.wait_for(lambda event: event["event"] == "ready")
     servers(up, 2)
     answer = client.generate(TEXT, max_tokens=8)
@@ -123,15 +175,23 @@ def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine
     for log in [*(folder / "logs").iterdir(), *(folder / "join-logs").iterdir()]:
         assert secret not in log.read_text(), log
 
-    again = Joined(folder, machine, up.addresses["join"], "")
+    again = Joined(folder, machine, join, {})
     servers(up, 2)
     assert client.generate(TEXT, max_tokens=8).token_ids == answer.token_ids
     listed = tokens(folder, "list")
-    assert "15 uses left" in listed
+    assert f"{num_uses} uses left" in listed
     assert " joined " in listed
     assert secret not in listed
-    assert "machines that are out: 1" in tokens(folder, "revoke", listed.partition(" ")[0], "--machines")
+    assert f"machines that are out: {16 - num_uses}" in tokens(folder, "revoke", listed.partition(" ")[0], "--machines")
     assert again.process.wait(60) == 1
     assert "was revoked" in again.errors.read_text()
     servers(up, 1)
     client.close()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze comes with systemd")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    file = tmp_path / "corolla.service"
+    file.write_text(unit().replace("/opt/corolla/bin/corolla", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import grpc
 
+from corolla.chassis.addresses import host_port, split_address
 from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import CorollaError, InvalidRequest, StartupError
 from corolla.chassis.health import OpenStreams
@@ -147,13 +148,13 @@ def new_server(callers: CallerBounds | None = None) -> grpc.aio.Server:
 
 def bind(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
     """Listens on `host:port` and returns the port; port 0 takes a free one. Raises StartupError if it cannot."""
-    address = f"{host}:{port}"
+    address = host_port(host, port)
     try:
         bound = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         bound = 0
     if bound == 0:
-        raise StartupError(f"cannot listen on {host}:{port}: the address is taken or not ours; choose another port")
+        raise StartupError(f"cannot listen on {address}: the address is taken or not ours; choose another port")
     return bound
 
 
@@ -164,9 +165,7 @@ def unreached(kind: type[CorollaError], service: str, address: str, details: str
         kind: the class of the error, unless the address itself is wrong.
         service: what was called, such as `router`.
     """
-    host, _, port = address.rpartition(":")
-    is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16 and "://" not in address
-    if not is_address and not address.startswith(_SCHEMES):
+    if split_address(address) is None and not address.startswith(_SCHEMES):
         return InvalidRequest("address", f"{address!r} is no address; write HOST:PORT, such as 127.0.0.1:50051")
     reason = ""
     if "http1" in details:
@@ -174,7 +173,7 @@ def unreached(kind: type[CorollaError], service: str, address: str, details: str
     elif "http2 frame" in details.lower() or "Missing :status" in details:
         reason = ": a server of another protocol does"
     elif "errors resolving" in details:
-        reason = f": no machine has the name {host}"
+        reason = f": no machine has the name {address.rpartition(':')[0]}"
     elif "refused" in details:
         reason = ": nothing listens there"
     return kind(f"no {service} answers at {address}{reason}")

@@ -385,5 +385,9 @@ class UnsupportedFamily(CheckpointError):
     """Corolla does not serve models of this family."""
 
 
+class ReleaseMismatch(StartupError):
+    """This machine and the stack that it joins have different releases of Corolla."""
+
+
 class SpanRefused(StartupError):
     """The router has no span for this server, or refuses the span that the server asked for."""

@@ -46,6 +46,22 @@ def changing(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
+def hold(path: Path) -> int:
+    """Returns a descriptor that holds a lock file until it is closed or this process ends.
+
+    Raises:
+        BlockingIOError: Another process of this machine holds it.
+        OSError: The file cannot be made.
+    """
+    held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(held)
+        raise
+    return held
+
+
 def make_private_folder(folder: Path) -> None:
     """Makes a folder that only its owner may read, unless there is one.
 

@@ -4,17 +4,19 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from corolla.cli.placement_table import placement_facts, placement_table
 from corolla.local.processes import ManagedProcess
-from corolla.local.stack import StackEvent
+from corolla.local.supervisor import StackEvent
 from corolla.v1 import router_pb2
 
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green", "bright_cyan", "bright_magenta", "bright_blue")
@@ -53,6 +55,19 @@ class StackConsole:
         colour = self._colours.setdefault(source, _COLOURS[len(self._colours) % len(_COLOURS)])
         line = Text.assemble((f"{source:>{_NAME_WIDTH}} ", colour), ("| ", "dim"), (text, style))
         self.console.print(line, soft_wrap=True)
+
+    def facts(self, event: str, facts: Mapping[str, Any]) -> None:
+        """Prints facts as a table with a row for each, or as one line of JSON."""
+        if self._as_json:
+            self.tell(event, **facts)
+            return
+        table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in facts.items():
+            table.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
+        with self._lock:
+            self.console.print(table)
 
     def log_lines(self, processes: Iterable[ManagedProcess]) -> None:
         """Prints what the processes logged since the last call: warnings and errors, or everything if verbose.

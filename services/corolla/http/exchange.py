@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
+from corolla.chassis.addresses import host_port
 from corolla.chassis.calls import x_request_id
 from corolla.chassis.errors import CallerStalled, CorollaError, DeadlineExceeded, MalformedMessage, MessageTooLarge
 from corolla.chassis.ignored_places import IGNORED, ignored_places, ignored_text
@@ -105,7 +106,7 @@ class Exchange:
 
     def peer(self) -> str:
         host, port = self.request.client or ("", 0)
-        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        return f"{'ipv6' if ':' in host else 'ipv4'}:{host_port(host, port)}"
 
     def time_remaining(self) -> None:
         return None

@@ -1,22 +1,28 @@
-"""Answers machines that join: what the authority is, and a certificate for those with a token or a known key."""
+"""Answers machines that join: what the authority is, and a certificate for those with a token or a known key.
+
+A machine that has one also learns whether others reach it.
+"""
 
 import asyncio
 import datetime
 import secrets
+import ssl
 import time
 from typing import Final
-from urllib.parse import unquote
 
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from corolla.chassis.audit import Caller
-from corolla.chassis.errors import QueueFull, StartupError, StoreUnavailable, Unauthenticated
+from corolla.chassis.errors import InvalidRequest, QueueFull, StartupError, StoreUnavailable, Unauthenticated
 from corolla.chassis.handlers import Call
 from corolla.issuer.attempts import Attempts
 from corolla.issuer.register import CERTIFICATE_LIFETIME_S, MachineRecord
 from corolla.issuer.register_file import RegisterFile
 from corolla.issuer.settings import IssuerSettings
-from corolla.trust.enrolment import checked_key
+from corolla.trust.addresses import CallerAddress
+from corolla.trust.enrolment import RELEASE, checked_key, public_der
 from corolla.trust.join_token import MAX_TOKEN_CHARS, JoinToken
 from corolla.trust.workload import Workload
 from corolla.v1 import issuer_pb2 as pb
@@ -24,6 +30,7 @@ from corolla.v1 import issuer_pb2 as pb
 MAX_REQUEST_BYTES: Final = 1024
 AUDITED: Final = frozenset({"IssuerService/Enrol"})
 _MOST_WAITING: Final = 64
+_REACH_S: Final = 3.0
 
 
 class IssuerServicer:
@@ -37,18 +44,13 @@ class IssuerServicer:
         self._num_waiting = 0
 
     async def GetTrust(self, request: pb.GetTrustRequest, call: Call[Caller]) -> pb.GetTrustResponse:
-        return pb.GetTrustResponse(authority=self._file.authority.certificate_pem, revocations=self._file.revocations())
+        return pb.GetTrustResponse(
+            authority=self._file.authority.certificate_pem, revocations=self._file.revocations(),
+            now_s=int(time.time()), version=RELEASE,
+        )  # fmt: skip
 
     async def Enrol(self, request: pb.EnrolRequest, call: Call[Caller]) -> pb.EnrolResponse:
-        address = _host(call.context.peer())
-        try:
-            if self._num_waiting >= _MOST_WAITING:
-                raise QueueFull("too many machines enrol at the same time")
-            self._attempts.begin(address, time.monotonic())
-        except QueueFull:
-            call.is_recorded = False  # a flood must not fill the disk
-            raise
-        self._num_waiting += 1
+        address = self._admitted(call)
         # The work goes on when its caller leaves, so its place and its attempt count until it has ended.
         machine = await asyncio.shield(self._in_turn(request, address))
         settings = self._settings
@@ -57,6 +59,55 @@ class IssuerServicer:
             certificate=machine.certificate.encode(), role=machine.role.value, router=settings.router,
             model=settings.model, dtype=settings.dtype, quantization=settings.quantization,
         )  # fmt: skip
+
+    async def Reach(self, request: pb.ReachRequest, call: Call[Caller]) -> pb.ReachResponse:
+        address = self._admitted(call)
+        try:
+            key = await asyncio.to_thread(self._known_key, request)
+            met = await self._meets(key, address, request.port)
+        except StartupError as failure:
+            raise StoreUnavailable(failure.message) from None
+        finally:
+            self._num_waiting -= 1
+        if met:
+            self._attempts.take_back(address)
+        return pb.ReachResponse(host=address, met=met)
+
+    def _known_key(self, request: pb.ReachRequest) -> ec.EllipticCurvePublicKey:
+        if not 0 < request.port < 2**16:
+            raise InvalidRequest("port", "must be a port")
+        if self._file.register().known(request.public_key, int(time.time())) is None:
+            raise Unauthenticated("this stack does not know the machine; join with a token: corolla tokens new")
+        return checked_key(request, self._file.authority.digest)
+
+    async def _meets(self, key: ec.EllipticCurvePublicKey, host: str, port: int) -> bool:
+        """A process at this address shows a certificate of the authority for this key."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False
+        context.load_verify_locations(cadata=self._file.authority.certificate_pem.decode())
+        try:
+            async with asyncio.timeout(_REACH_S):
+                _, writer = await asyncio.open_connection(host, port, ssl=context)
+            shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            writer.transport.abort()
+            own = x509.load_der_x509_certificate(shown).public_key()
+            return isinstance(own, ec.EllipticCurvePublicKey) and public_der(own) == public_der(key)
+        except (OSError, ValueError):  # nothing answers there in time, or something else does
+            return False
+
+    def _admitted(self, call: Call[Caller]) -> str:
+        """Counts a call, and returns the address that it comes from. Raises QueueFull if there are too many."""
+        address = CallerAddress.from_call({}, call.context.peer()).host
+        try:
+            if self._num_waiting >= _MOST_WAITING:
+                raise QueueFull("too many machines enrol at the same time")
+            self._attempts.begin(address, time.monotonic())
+        except QueueFull:
+            call.is_recorded = False  # a flood must not fill the disk
+            raise
+        self._num_waiting += 1
+        return address
 
     async def _in_turn(self, request: pb.EnrolRequest, address: str) -> MachineRecord:
         try:
@@ -99,8 +150,3 @@ class IssuerServicer:
 
     def _workload(self, machine: MachineRecord) -> Workload:
         return Workload(self._settings.trust_domain, machine.role, machine.name)
-
-
-def _host(peer: str) -> str:
-    """The address of a caller without its port, from what gRPC says, such as `ipv4:10.0.0.7:4711`."""
-    return unquote(peer).rpartition(":")[0]

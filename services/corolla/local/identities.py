@@ -1,13 +1,13 @@
 """Issues the certificates of a stack on this machine."""
 
 import datetime
-import fcntl
 import os
 import shutil
 from pathlib import Path
 from typing import Final
 
 from corolla.chassis.errors import StartupError
+from corolla.chassis.private_files import hold
 from corolla.trust.authority import Authority
 from corolla.trust.credentials import REVOCATIONS_FILE
 from corolla.trust.loopback import make_folder
@@ -95,12 +95,11 @@ class StackIdentities:
 
 def _lock(state_folder: Path) -> int:
     """Returns a descriptor that holds the state folder, until it is closed or this process ends."""
-    held = os.open(state_folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(held)
+        return hold(state_folder / _LOCK_FILE)
+    except BlockingIOError:
         raise StartupError(
             f"another stack is shared from {state_folder}; stop it, or name another folder with --state-folder"
         ) from None
-    return held
+    except OSError as failure:
+        raise StartupError(f"cannot lock {state_folder}: {failure.strerror}") from None

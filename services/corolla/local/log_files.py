@@ -47,6 +47,16 @@ class LogFile:
         return None
 
 
+def with_log(sentence: str, log: LogFile) -> str:
+    """Returns a sentence with the end of a log file, or with why there is none."""
+    lines = [f"    {line}" for line in log.last_lines()]
+    if lines:
+        return "\n".join([f"{sentence}; the end of {log.path}:", *lines])
+    if (reason := log.refusal()) is not None:
+        return f"{sentence}; {log.path} cannot be written: {reason}"
+    return f"{sentence}; {log.path} is empty"
+
+
 def state_folder() -> Path:
     """The folder for state files: `$XDG_STATE_HOME/corolla`, else `~/.local/state/corolla`."""
     given = os.environ.get("XDG_STATE_HOME")

@@ -1,5 +1,6 @@
 """What this machine has of a stack that it joined: a folder with its key, its certificate and the stack's authority."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,20 +8,21 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from corolla.chassis.errors import StartupError, StoreUnavailable
-from corolla.chassis.private_files import make_private_folder, write_private
+from corolla.chassis.private_files import hold, make_private_folder, write_private
 from corolla.issuer.register import CERTIFICATE_LIFETIME_S
-from corolla.local.issuer_client import IssuerClient
+from corolla.local.issuer_client import IssuerClient, showing_certificate
 from corolla.local.log_files import state_folder
-from corolla.trust.authority import private_pem
+from corolla.trust.authority import authority_digest, private_pem
 from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
 from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE
 from corolla.trust.join_token import JoinToken
 from corolla.v1 import issuer_pb2 as pb
 
+_LOCK_FILE: Final = "join.lock"
 _RENEWED_S: Final = CERTIFICATE_LIFETIME_S // 2 - 60
 """A certificate is replaced when it has so many seconds left; the issuer replaces none that has more than half left."""
 
@@ -31,14 +33,14 @@ def joined_folder(address: str) -> Path:
 
 
 class Membership:
-    """A machine's membership in one stack.
+    """A machine's membership in one stack. One process of the machine has it at a time.
 
     Args:
         address: The issuer's `host:port`.
         folder: The folder, which only the user may read.
 
     Raises:
-        StartupError: Other users can read the folder, or it cannot be made.
+        StartupError: Other users can read the folder, it cannot be made, or another process has it.
     """
 
     def __init__(self, address: str, folder: Path) -> None:
@@ -47,6 +49,12 @@ class Membership:
         self._client: IssuerClient | None = None
         try:
             make_private_folder(folder)
+            self._lock: int | None = hold(folder / _LOCK_FILE)
+        except BlockingIOError:
+            raise StartupError(
+                f"this machine joins {address} already; stop the other `corolla join`, or give this one a folder of "
+                "its own with XDG_STATE_HOME"
+            ) from None
         except OSError as failure:
             raise StartupError(f"cannot use {folder}: {failure.strerror}") from None
 
@@ -61,57 +69,79 @@ class Membership:
         Raises:
             CorollaError: The issuer does not answer, is another one, or refuses; or files cannot be used.
         """
-        with self._using_files():
+        with self._anew_after_failures():
             client = self._connected(token)
-            # A machine that joins again is another one. It keeps what it has until it is enrolled.
-            is_new = token is not None and self.exists
-            key = ec.generate_private_key(ec.SECP256R1()) if is_new else self._key()
-            answer = client.enrol(key, token)
-            if is_new:
-                write_private(self.folder / KEY_FILE, private_pem(key))
-            write_private(self.folder / AUTHORITY_FILE, client.authority)
-            self._write_revocations(client)
-            write_private(self.folder / CERTIFICATE_FILE, answer.certificate)
-            return answer
+            client.check_release()
+            return self._enrol(client, token)
 
-    def follow(self, now_s: float) -> None:
+    def check_reach(self, host: str, port: int) -> None:
+        """Checks that the first machine reaches this one. Raises what `IssuerClient.check_reach` raises.
+
+        Args:
+            host: The address by which this machine will be known.
+            port: A port where nothing listens yet.
+        """
+        everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - only a certificate is shown there
+        with self._anew_after_failures(), showing_certificate(everywhere, port, self.folder):
+            self._connected(None).check_reach(self._key(), host, port)
+
+    def _enrol(self, client: IssuerClient, token: JoinToken | None) -> pb.EnrolResponse:
+        # A machine that joins again is another one. It keeps what it has until it is enrolled.
+        is_new = token is not None and self.exists
+        key = ec.generate_private_key(ec.SECP256R1()) if is_new else self._key()
+        answer = client.enrol(key, token)
+        if is_new:
+            write_private(self.folder / KEY_FILE, private_pem(key))
+        write_private(self.folder / AUTHORITY_FILE, client.authority)
+        self._write_revocations(client)
+        write_private(self.folder / CERTIFICATE_FILE, answer.certificate)
+        return answer
+
+    def follow(self) -> None:
         """Fetches what the authority has revoked, and another certificate at half of this one's life.
 
         Raises:
             Unauthenticated: This machine was revoked.
             StartupError: The issuer is of another stack, so this machine can only join that one.
-            CorollaError: The issuer does not answer, or files cannot be used; the next call tries again.
+            CorollaError: The issuer does not answer, a clock is wrong, or files cannot be used; the next call tries
+                again.
         """
-        try:
-            with self._using_files():
-                client = self._connected(None)
-                client.refresh()
-                self._write_revocations(client)
-                certificate = (self.folder / CERTIFICATE_FILE).read_bytes()
-                ends_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
-                verifier = CertificateVerifier(client.authority, client.revocations)
-                if now_s > ends_s - _RENEWED_S or not verifier.is_valid(PresentedCertificate(certificate)):
-                    self.enrol()
-        except BaseException:
-            # The issuer may have another certificate by now, which the next call checks.
-            self.close()
-            raise
+        with self._anew_after_failures():
+            client = self._connected(None)
+            client.refresh()
+            self._write_revocations(client)
+            certificate = (self.folder / CERTIFICATE_FILE).read_bytes()
+            ends_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
+            verifier = CertificateVerifier(client.authority, client.revocations)
+            if client.now_s > ends_s - _RENEWED_S or not verifier.is_valid(PresentedCertificate(certificate)):
+                self._enrol(client, None)
 
     def close(self) -> None:
+        """Ends the calls that run, and gives the folder back."""
+        self._disconnect()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _disconnect(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
 
     @contextmanager
-    def _using_files(self) -> Iterator[None]:
+    def _anew_after_failures(self) -> Iterator[None]:
         try:
             yield
-        except OSError as failure:
-            raise StoreUnavailable(f"cannot use {self.folder}: {failure.strerror}") from None
+        except BaseException as failure:
+            # The issuer may have another certificate or clock by now, which the next call checks.
+            self._disconnect()
+            if isinstance(failure, OSError):
+                raise StoreUnavailable(f"cannot use {self.folder}: {failure.strerror}") from None
+            raise
 
     def _connected(self, token: JoinToken | None) -> IssuerClient:
         if token is not None:
-            self.close()
+            self._disconnect()
         if self._client is None:
             digest = token.authority if token is not None else self._authority_digest()
             self._client = IssuerClient.connect(self._address, digest)
@@ -119,7 +149,7 @@ class Membership:
 
     def _authority_digest(self) -> bytes:
         authority = x509.load_pem_x509_certificate((self.folder / AUTHORITY_FILE).read_bytes())
-        return authority.fingerprint(hashes.SHA256())
+        return authority_digest(authority)
 
     def _write_revocations(self, client: IssuerClient) -> None:
         path = self.folder / REVOCATIONS_FILE

@@ -1,53 +1,167 @@
-"""Finds or fetches the model before other processes need it, so that not all of them fetch it at once.
+"""Finds the model before other processes need it, and fetches it, so that not all of them fetch it at once.
 
-It also counts the devices that the block servers may take.
+It also looks at the devices that the block servers may take and, for a machine that joins a stack, at what its blocks
+would take in memory and on the disk.
 
 This module runs in a child of its own, since fetching starts threads, which the fork server must not do. It writes the
 result to standard output as a line of JSON.
 """
 
 import json
+import shutil
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
 
 from corolla.chassis.errors import StartupError
+from corolla.local.fork_server import ForkServer
+from corolla.local.log_files import LogFile
+
+NAME: Final = "model"
+"""The child's name."""
+EITHER: Final = "any"
+"""Stands for GPUs if this machine has some that compute, and else for its processors."""
+_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the child found.
+
+    Attributes:
+        model_type: the name of the model's family in transformers.
+        block_weights: the number of weights of a block.
+        head_blocks: how many blocks cost as much work as the head.
+        device: the kind of the devices, such as `cuda`.
+        devices: the name of each device, and its free memory in bytes; 0: not its own.
+        fingerprint, fingerprint_parts: what a block server of this machine would announce; empty if not asked for.
+        block_bytes: what the largest block takes in memory.
+        edge_bytes: what embedding or head take.
+        missing_bytes: the weights that have still to be fetched.
+        disk_bytes: the room for them.
+        disk: where they would lie.
+    """
+
+    name: str
+    num_blocks: int
+    model_type: str
+    block_weights: float = 0.0
+    head_blocks: float = 0.0
+    device: str = "cpu"
+    devices: Sequence[tuple[str, int]] = ()
+    fingerprint: str = ""
+    fingerprint_parts: dict[str, str] = field(default_factory=dict)
+    block_bytes: int = 0
+    edge_bytes: int = 0
+    missing_bytes: int = 0
+    disk_bytes: int = 0
+    disk: str = ""
+
+
+def facts_of(fork_server: ForkServer, log: LogFile, while_waiting: Callable[[], None]) -> ModelFacts | None:
+    """Waits for what the child `NAME` says; None: it ended without a word.
+
+    Args:
+        while_waiting: is called again and again; what it raises ends the wait.
+
+    Raises:
+        StartupError: the model cannot be found, opened or fetched.
+    """
+    while True:
+        is_last = fork_server.is_gone(NAME)
+        for line in log.new_lines():
+            if line.startswith('{"event"'):
+                facts = json.loads(line)
+                if facts.pop("event") == "failed":
+                    raise StartupError(facts["message"])
+                return ModelFacts(**facts)
+        if is_last:
+            return None
+        while_waiting()
+        time.sleep(_POLL_S)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Finds the model, and writes the event `prepared` or `failed`.
 
     Args:
-        arguments: the model's name or folder and, if devices are to be counted, their kind.
+        arguments: the model's name or folder; then, if devices are to be counted, their kind, or else nothing; then,
+            for a machine that joins, the dtype and the quantization of the stack: the weights are not fetched.
     """
-    model, *kinds = arguments
+    model, kind, *look = (*arguments, "")[: max(2, len(arguments))]
     from corolla.models.checkpoint import Checkpoint
 
     try:
         checkpoint = Checkpoint.from_pretrained(model)
-        # All blocks are fetched, since the servers together hold all of them.
-        checkpoint.fetch()
-        head_blocks = checkpoint.head_blocks()
-        num_devices = sum(map(_num_devices, kinds))
+        facts: dict[str, Any] = {"device": kind, "devices": [] if not kind else _devices(kind)}
+        if kind == EITHER:
+            facts["device"] = "cuda" if facts["devices"] else "cpu"
+        if look:
+            facts |= _looked_at(checkpoint, *look)
+        else:
+            # All blocks are fetched, since the servers together hold all of them.
+            checkpoint.fetch()
+            head_blocks = checkpoint.head_blocks()
+            facts |= {
+                "block_weights": checkpoint.vocab_size * checkpoint.hidden_size / head_blocks,
+                "head_blocks": head_blocks,
+            }
+        found = ModelFacts(
+            name=checkpoint.name, num_blocks=checkpoint.num_blocks, model_type=checkpoint.config.model_type, **facts
+        )
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1
-    _tell(
-        "prepared",
-        num_blocks=checkpoint.num_blocks,
-        block_weights=checkpoint.vocab_size * checkpoint.hidden_size / head_blocks,
-        head_blocks=head_blocks,
-        num_devices=num_devices,
-        model_type=checkpoint.config.model_type,
-        name=checkpoint.name,
-    )
+    _tell("prepared", **asdict(found))
     return 0
 
 
-def _num_devices(kind: str) -> int:
-    from corolla.compute.device import num_devices
+def _looked_at(checkpoint: Any, dtype: str, quantization: str) -> dict[str, Any]:
+    from corolla.compute.sizes import model_size
+    from corolla.wire.tensors import DTYPES
 
-    return num_devices(kind)
+    size = model_size(checkpoint, DTYPES[dtype], quantization, "auto")
+    snapshot = checkpoint.snapshot
+    missing, disk = 0, checkpoint.folder
+    if snapshot is not None:
+        disk = snapshot.hub.cache
+        names = {shard.name for shard in checkpoint.weight_index.values()}
+        missing = sum(
+            snapshot.manifest.files[name].num_bytes for name in names if not (snapshot.folder / name).exists()
+        )
+    return {
+        "fingerprint": checkpoint.fingerprint(dtype, quantization),
+        "fingerprint_parts": checkpoint.fingerprint_parts(dtype, quantization),
+        "block_bytes": max(block.weight_bytes for block in size.blocks),
+        "edge_bytes": max(size.embedding_bytes, size.head_bytes),
+        "missing_bytes": missing,
+        "disk_bytes": shutil.disk_usage(_existing(disk)).free,
+        "disk": str(disk),
+    }
+
+
+def _existing(folder: Path) -> Path:
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
+
+
+def _devices(kind: str) -> list[tuple[str, int]]:
+    """The devices of a kind. Raises StartupError if there is none, unless either kind will do."""
+    import torch
+
+    from corolla.compute.device import device_name, memory_of, num_devices
+
+    try:
+        number = num_devices("cuda" if kind == EITHER else kind)
+    except StartupError:
+        if kind != EITHER:
+            raise
+        return []
+    names = [kind] if ":" in kind else [f"{'cuda' if kind == EITHER else kind}:{index}" for index in range(number)]
+    devices = list(map(torch.device, names))
+    return [(device_name(each), memory.num_free if (memory := memory_of(each)) is not None else 0) for each in devices]
 
 
 def _tell(event: str, **facts: Any) -> None:

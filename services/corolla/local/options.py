@@ -87,7 +87,9 @@ class StackOptions:
     @property
     def private_host(self) -> str:
         """The address on which the processes listen that only other processes of the stack call."""
-        return "0.0.0.0" if self.shared_host else LOOPBACK  # noqa: S104 - certificates guard them
+        # Certificates guard them. A machine without IPv6 may not listen on `::`, which stands for both families.
+        everywhere = "::" if ":" in self.shared_host else "0.0.0.0"  # noqa: S104
+        return everywhere if self.shared_host else LOOPBACK
 
     @property
     def devices_are_counted(self) -> bool:

@@ -5,6 +5,7 @@ import random
 import socket
 import sys
 
+from corolla.chassis.addresses import host_port
 from corolla.chassis.errors import StartupError
 
 # The range lies below the ports of outgoing connections, so that none of these takes a port before its server does.
@@ -13,17 +14,28 @@ _FIRST, _LAST = 20_000, 32_000
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Raises StartupError if the host is another machine, or the port is reserved."""
-    with socket.socket() as probe:
-        # Servers set this option, too. With it, a port on which only closed connections linger is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with _socket(host) as probe:
         try:
             probe.bind((host, port))
             probe.listen()
         except OSError as failure:
             if failure.errno == errno.EADDRINUSE:
                 return False
-            raise StartupError(f"cannot listen on {host}:{port}: {failure.strerror}") from None
+            raise StartupError(f"cannot listen on {host_port(host, port)}: {failure.strerror}") from None
     return True
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Listens on a port, and waits for a caller for at most a tenth of a second. Raises StartupError if it is taken."""
+    made = _socket(host)
+    try:
+        made.bind((host, port))
+        made.listen()
+    except OSError as failure:
+        made.close()
+        raise StartupError(f"cannot listen on {host_port(host, port)}: {failure.strerror}") from None
+    made.settimeout(0.1)
+    return made
 
 
 class Ports:
@@ -79,14 +91,26 @@ def _hold(port: int, host: str, *, shares: bool) -> socket.socket | None:
     """
     if sys.platform != "linux":
         return None
-    held = socket.socket()
+    held = _socket(host, shares=shares)
     try:
-        if not shares:
-            held.bind((host, port))
+        held.bind((host, port))
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shares:
-            held.bind((host, port))
     except OSError:
         held.close()
         raise
     return held
+
+
+def _socket(host: str, *, shares: bool = True) -> socket.socket:
+    """A socket of the host's family; one of IPv6 is of IPv4, too.
+
+    Args:
+        shares: whether the port may be one on which closed connections linger, or that another socket holds which does
+            not listen. Servers set this option, too.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    if made.family == socket.AF_INET6:
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    if shares:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return made

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from corolla.chassis.addresses import host_port
 from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.processors import OPENMP_WAITING, available_cores, is_cpu
 from corolla.local.log_files import LogFile
@@ -15,6 +16,11 @@ from corolla.trust.workload import Role
 _OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HTTP_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
 SERVICE_MODULE = "corolla.cli.app"
 _SHARED_KV_CACHE_MIB = 1024
+# The modules that children import. While one child works, the fork server imports the modules of the next children, so
+# that these children have them from the start.
+MODULES_OF_FETCH = ("corolla.models.checkpoint",)
+MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
+MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,13 @@ def issuer_process(
 ) -> ManagedProcess:
     """The issuer, which tells machines that join about the router and the model."""
     folder = Path(options.model).expanduser()
-    arguments = ["issuer", "--authority-dir", str(state_folder), "--router", f"{options.shared_host}:{router_port}"]
+    arguments = [
+        "issuer",
+        "--authority-dir",
+        str(state_folder),
+        "--router",
+        host_port(options.shared_host, router_port),
+    ]
     arguments += ["--host", options.private_host, "--port", str(port), "--metrics-port", str(metrics_port)]
     arguments += ["--model", str(folder.resolve()) if folder.exists() else options.model]
     arguments += ["--dtype", options.dtype_name, "--quantization", options.quantization]
@@ -148,7 +160,9 @@ def client_process(options: StackOptions, port: int, http_port: int, metrics_por
     # The stack reaches a service that listens on every interface at the loopback address.
     host = LOOPBACK if options.host in ("0.0.0.0", "") else options.host  # noqa: S104
     log = LogFile(options.log_folder / "client.log")
-    return ManagedProcess("client", SERVICE_MODULE, tuple(arguments), f"{host}:{port}", log, metrics_port=metrics_port)
+    return ManagedProcess(
+        "client", SERVICE_MODULE, tuple(arguments), host_port(host, port), log, metrics_port=metrics_port
+    )
 
 
 def child_environment(options: StackOptions, router: str, redis_url: str) -> dict[str, str]:
@@ -179,12 +193,12 @@ def child_environment(options: StackOptions, router: str, redis_url: str) -> dic
     # microbatches than run at once, they would only be smaller. Variables of the environment override these two.
     num_at_once = max(1, available_cores() // max(1, options.num_threads))
     shared = {"COROLLA_LOAD_PUSH_INTERVAL_S": "1", "COROLLA_MAX_MICROBATCHES": str(num_at_once)}
-    if options.shared_host and options.is_on_cpu and (weights_mib := _weights_mib(options)):
-        shared["COROLLA_WEIGHTS_MIB"] = str(weights_mib)
+    if options.shared_host and options.is_on_cpu and (mib := weights_mib(options)):
+        shared["COROLLA_WEIGHTS_MIB"] = str(mib)
     return {**shared, **own, **fixed, **offline, **options.environment}
 
 
-def _weights_mib(options: StackOptions) -> int:
+def weights_mib(options: StackOptions) -> int:
     """The memory for the weights of each block server, where other machines may hold what does not fit; 0: not known.
 
     A quarter of what is available stays for imports, steps and other programs. Keys and values come out of the rest.

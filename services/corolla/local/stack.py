@@ -1,24 +1,22 @@
 """Runs a whole stack as processes on this machine: Redis, router, block servers and client service."""
 
 import datetime
-import json
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 import grpc
 
-from corolla.chassis.backoff import Backoff
+from corolla.chassis.addresses import host_port
 from corolla.chassis.errors import CorollaError, StartupError
-from corolla.local import processes, readiness
+from corolla.local import model_fetch, processes, readiness
 from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.identities import StackIdentities
-from corolla.local.log_files import LogFile
+from corolla.local.log_files import LogFile, with_log
 from corolla.local.options import (
     DEFAULT_CLIENT_PORT,
     DEFAULT_HTTP_PORT,
@@ -32,42 +30,15 @@ from corolla.local.options import (
 from corolla.local.ports import Ports
 from corolla.local.processes import ManagedProcess
 from corolla.local.redis_server import write_configuration
+from corolla.local.supervisor import Report, StackEvent, Supervisor, ignore
 from corolla.trust.loopback import VARIABLE
 from corolla.trust.workload import Role
 from corolla.v1 import router_pb2
 from corolla.wire.network import Network
 
 _POLL_S = 0.05
-_LOOK_INTERVAL_S = 0.2
 _RENEWAL_RETRY_S = 60.0
-# The modules that children import. While one child works, the fork server imports the modules of the next children, so
-# that these children have them from the start.
-_MODULES_OF_FETCH = ("corolla.models.checkpoint",)
-_MODULES_OF_ROUTER_AND_CLIENT = ("corolla.router.service", "corolla.client.service")
-_MODULES_OF_BLOCK_SERVERS = ("corolla.block_server.service",)
 _STOP_ORDER = (("client",), ("server",), ("issuer", "router"), ("redis",))
-
-
-@dataclass(frozen=True, slots=True)
-class StackEvent:
-    """An event of a stack.
-
-    Attributes:
-        kind: a "step" of the start, "ready" at its end, a "problem", or "recovered" after a problem.
-        source: the name of the process that the event is about, or "model" or "stack".
-        text: a description for people.
-    """
-
-    kind: Literal["step", "ready", "problem", "recovered"]
-    source: str
-    text: str
-
-
-Report = Callable[[StackEvent], None]
-
-
-def ignore(_event: StackEvent) -> None:
-    """A `Report` that drops the event."""
 
 
 class Stack:
@@ -99,7 +70,9 @@ class Stack:
         self._processes: dict[str, ManagedProcess] = {}
         self._probes: dict[str, readiness.Probe] = {}
         self._fork_server: ForkServer | None = None
-        self._supervisor: _Supervisor | None = None
+        self._supervisor: Supervisor | None = None
+        self._renewal_at = 0.0
+        self._is_waiting = False
         self._environment: dict[str, str] = {}
         self._identities: StackIdentities | None = None
         self._block_weights = 0.0
@@ -135,6 +108,19 @@ class Stack:
         """The id of the process "redis", "router", "client", "server-1" and so on; None while the process is dead."""
         return self._fork_server.pid(name) if self._fork_server else None
 
+    def look(self, report: Report) -> None:
+        """Replaces certificates that are due, and says when machines that joined have covered every block."""
+        if time.monotonic() >= self._renewal_at:
+            try:
+                self.renew_certificates()
+            except CorollaError as failure:
+                # A full disk, for example, has half of the certificates' life to become free.
+                self._renewal_at = time.monotonic() + _RENEWAL_RETRY_S
+                report(StackEvent("problem", "stack", f"certificates cannot be replaced: {failure.message}"))
+        if self._is_waiting and self.is_covered():
+            self._is_waiting = False
+            report(StackEvent("ready", "stack", "every block has a server"))
+
     def renew_certificates(self) -> None:
         """Replaces certificates that are due, also in the probes. Does nothing otherwise."""
         if self._identities is not None and self._identities.renew(datetime.datetime.now(datetime.UTC)):
@@ -165,9 +151,11 @@ class Stack:
         ended = time.perf_counter()
         imports_s = self._fork_server.warm_s if self._fork_server else 0.0
         self.start_s = {"model": prepared - started, "processes": ended - prepared, "imports": imports_s}
-        self._supervisor = _Supervisor(self, self._report)
+        missing = self._missing()
+        self._is_waiting = missing is not None
+        self._supervisor = Supervisor(self, self._report, restarts=self.options.restarts, are_serving=True)
         self._supervisor.start()
-        if (missing := self._missing()) is None:
+        if missing is None:
             report(StackEvent("ready", "stack", f"ready after {ended - started:.1f} s"))
         else:
             report(StackEvent("step", "stack", f"{missing}; waiting for machines that join"))
@@ -264,7 +252,7 @@ class Stack:
         planned.append(self._router)
         if options.state_folder is not None:
             port = ports.choose(options.issuer_port, DEFAULT_ISSUER_PORT, "issuer", options.private_host)
-            self.join_address = f"{options.shared_host}:{port}"
+            self.join_address = host_port(options.shared_host, port)
             planned.append(processes.issuer_process(options, options.state_folder, port, router_port, ports.free()))
         client = processes.client_process(options, client_port, http_port, ports.free())
         self.client_address = client.address
@@ -283,7 +271,7 @@ class Stack:
         for process in self.processes:
             if process is not self._router:
                 self.launch(process)
-        self._fork_server.warm(_MODULES_OF_FETCH)
+        self._fork_server.warm(processes.MODULES_OF_FETCH)
 
     def _check_given_redis(self, url: str) -> None:
         try:
@@ -305,29 +293,19 @@ class Stack:
         log.path.unlink(missing_ok=True)
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
         arguments = [self.options.model, *([self.options.device] if self.options.devices_are_counted else [])]
-        self._fork_server.start("model", "corolla.local.model_fetch", arguments, self._environment, log.path)
-        self._fork_server.warm(_MODULES_OF_ROUTER_AND_CLIENT)
-        while True:
-            is_last = self._fork_server.is_gone("model")
-            for line in log.new_lines():
-                if not line.startswith('{"event"'):
-                    continue
-                facts = json.loads(line)
-                if facts["event"] == "failed":
-                    raise StartupError(facts["message"])
-                self.model_name = facts["name"]
-                self._block_weights = facts["block_weights"]
-                self._expect(self.model_name, int(facts["num_blocks"]))
-                self.launch(self._router)
-                family = facts["model_type"]
-                if self.options.is_on_cpu:
-                    modeling = f"transformers.models.{family}.modeling_{family}"
-                    self._fork_server.warm([modeling, *_MODULES_OF_BLOCK_SERVERS])
-                return int(facts["num_blocks"]), float(facts["head_blocks"]), int(facts["num_devices"])
-            if is_last:
-                raise StartupError(_with_log("the model could not be opened", log))
-            self._check_alive()
-            time.sleep(_POLL_S)
+        self._fork_server.start(model_fetch.NAME, model_fetch.__name__, arguments, self._environment, log.path)
+        self._fork_server.warm(processes.MODULES_OF_ROUTER_AND_CLIENT)
+        facts = model_fetch.facts_of(self._fork_server, log, self._check_alive)
+        if facts is None:
+            raise StartupError(with_log("the model could not be opened", log))
+        self.model_name = facts.name
+        self._block_weights = facts.block_weights
+        self._expect(facts.name, facts.num_blocks)
+        self.launch(self._router)
+        if self.options.is_on_cpu:
+            modeling = f"transformers.models.{facts.model_type}.modeling_{facts.model_type}"
+            self._fork_server.warm([modeling, *processes.MODULES_OF_BLOCK_SERVERS])
+        return facts.num_blocks, facts.head_blocks, len(facts.devices)
 
     def _expect(self, model: str, num_blocks: int) -> None:
         """Lets the router refuse other models, unless the environment says which models it admits.
@@ -430,8 +408,8 @@ class Stack:
         for ended in self.take_exits():
             process = self._processes.get(ended.name)
             if process is not None:
-                raise StartupError(_with_log(f"{ended.name} {ended.how} while starting", process.log))
-            if ended.name != "model" or ended.status < 0:
+                raise StartupError(with_log(f"{ended.name} {ended.how} while starting", process.log))
+            if ended.name != model_fetch.NAME or ended.status < 0:
                 raise StartupError(f"{ended.name} {ended.how}; see {self.options.log_folder}")
 
     def _stop_kind(self, fork_server: ForkServer, names: list[str]) -> None:
@@ -443,81 +421,3 @@ class Stack:
             self._report(StackEvent("problem", name, f"did not end within {self.options.grace_s:.0f} s; killed"))
             fork_server.signal(name, signal.SIGKILL)
         fork_server.wait_gone(names, self.options.grace_s)
-
-
-class _Supervisor:
-    """A thread that watches the processes of a running stack.
-
-    Args:
-        report: is called with each problem and restart.
-    """
-
-    def __init__(self, stack: Stack, report: Report) -> None:
-        self._stack = stack
-        self._report = report
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
-        self._processes = {process.name: process for process in stack.processes}
-        self._backoffs = {name: Backoff() for name in self._processes}
-        self._started_at = dict.fromkeys(self._processes, time.monotonic())
-        self._due_at: dict[str, float] = {}
-        self._renewal_at = 0.0
-        self._coming_up: set[str] = set()
-        self._is_waiting = not stack.is_covered()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_INTERVAL_S):
-            self._renew_certificates()
-            if self._is_waiting and self._stack.is_covered():
-                self._is_waiting = False
-                self._report(StackEvent("ready", "stack", "every block has a server"))
-            for ended in self._stack.take_exits():
-                if (process := self._processes.get(ended.name)) is not None:
-                    self._take_note(process, ended)
-            now = time.monotonic()
-            for name in [name for name, due_at in self._due_at.items() if due_at <= now]:
-                del self._due_at[name]
-                self._started_at[name] = now
-                self._coming_up.add(name)
-                self._stack.launch(self._processes[name])
-            for name in [name for name in self._coming_up if self._stack.is_serving(name)]:
-                self._coming_up.discard(name)
-                self._report(StackEvent("recovered", name, "serves again"))
-
-    def _renew_certificates(self) -> None:
-        if time.monotonic() < self._renewal_at:
-            return
-        try:
-            self._stack.renew_certificates()
-        except CorollaError as failure:
-            # A full disk, for example, has half of the certificates' life to become free.
-            self._renewal_at = time.monotonic() + _RENEWAL_RETRY_S
-            self._report(StackEvent("problem", "stack", f"certificates cannot be replaced: {failure.message}"))
-
-    def _take_note(self, process: ManagedProcess, ended: Exit) -> None:
-        name = process.name
-        self._coming_up.discard(name)
-        text = f"(process {ended.pid}) {ended.how}"
-        if self._stack.options.restarts:
-            now = time.monotonic()
-            delay_s = self._backoffs[name].delay_s(now - self._started_at[name])
-            self._due_at[name] = now + delay_s
-            text += f"; starting it again in {delay_s:.1f} s"
-        self._report(StackEvent("problem", name, text))
-
-
-def _with_log(sentence: str, log: LogFile) -> str:
-    lines = [f"    {line}" for line in log.last_lines()]
-    if lines:
-        return "\n".join([f"{sentence}; the end of {log.path}:", *lines])
-    if (reason := log.refusal()) is not None:
-        return f"{sentence}; {log.path} cannot be written: {reason}"
-    return f"{sentence}; {log.path} is empty"

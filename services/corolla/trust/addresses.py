@@ -32,18 +32,21 @@ class CallerAddress:
         """Reads gRPC's facts about a call, where `peer` is like `ipv4:10.0.0.7:4711` or `ipv6:%5B::1%5D:4711`."""
         kind, _, place = unquote(peer).partition(":")
         host = place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+        # A port of both families shows callers of IPv4 in the form of IPv6.
+        host = host.removeprefix("::ffff:") if "." in host else host
         return cls(tuple(name for name in names_of_call(auth_context) if "://" not in name), host)
 
     def check(self, address: str) -> None:
         """Checks that the host of `host:port` is the caller's. Raises AddressNotYours if not."""
         host = address.rpartition(":")[0].strip("[]").lower()
-        if not any(_is_same(host, name.lower()) for name in self.names or (self.host,)):
+        if not any(is_same_host(host, name.lower()) for name in self.names or (self.host,)):
             raise AddressNotYours(
                 "the server's address must be in its certificate; if that names none, it must be the one it calls from"
             )
 
 
-def _is_same(host: str, name: str) -> bool:
+def is_same_host(host: str, name: str) -> bool:
+    """Two addresses are the same, or a DNS name is that of a certificate."""
     try:
         ip_address = ipaddress.ip_address(host)
     except ValueError:

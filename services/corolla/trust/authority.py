@@ -84,7 +84,7 @@ class Authority:
     @property
     def digest(self) -> bytes:
         """The digest by which machines that join recognise the authority."""
-        return self._certificate.fingerprint(hashes.SHA256())
+        return authority_digest(self._certificate)
 
     def secret(self, purpose: bytes) -> bytes:
         """Derives 32 secret bytes from the authority's key, others for each purpose."""
@@ -152,6 +152,11 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
+
+
+def authority_digest(certificate: x509.Certificate) -> bytes:
+    """Returns the digest by which tokens and machines name an authority: the SHA-256 of its certificate in DER."""
+    return certificate.fingerprint(hashes.SHA256())
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

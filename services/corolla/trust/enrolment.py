@@ -1,5 +1,6 @@
 """What a machine signs when it asks an issuer for a certificate, and how the issuer reads the machine's key."""
 
+from importlib import metadata
 from typing import Final
 
 from cryptography.exceptions import InvalidSignature
@@ -9,6 +10,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from corolla.chassis.errors import InvalidRequest
 from corolla.v1 import issuer_pb2 as pb
 
+RELEASE: Final = metadata.version("corolla")
+"""The release of this process; machines join only a stack of the same one."""
 _PURPOSE: Final = b"corolla enrolment 1\0"
 _ALGORITHM: Final = ec.ECDSA(hashes.SHA256())
 _MAX_KEY_BYTES: Final = 128
@@ -27,7 +30,7 @@ def enrolment_request(key: ec.EllipticCurvePrivateKey, authority: bytes, token: 
     )
 
 
-def checked_key(request: pb.EnrolRequest, authority: bytes) -> ec.EllipticCurvePublicKey:
+def checked_key(request: pb.EnrolRequest | pb.ReachRequest, authority: bytes) -> ec.EllipticCurvePublicKey:
     """Returns the key of a request, after checking that the caller has its private key. Raises InvalidRequest."""
     if not 0 < len(request.public_key) <= _MAX_KEY_BYTES or not 0 < len(request.signature) <= _MAX_SIGNATURE_BYTES:
         raise InvalidRequest("public_key", "must be a key on P-256, with a signature by it")

@@ -39,19 +39,26 @@ class GetTrustResponse(_message.Message):
 
     AUTHORITY_FIELD_NUMBER: _builtins.int
     REVOCATIONS_FIELD_NUMBER: _builtins.int
+    NOW_S_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     authority: _builtins.bytes
     """The authority's certificate, in PEM. A caller compares its digest with the one in the token, or in its own folder."""
     revocations: _builtins.bytes
     """The authority's revocation list, in PEM."""
+    now_s: _builtins.int
+    """The issuer's clock, in seconds of Unix time, and its release, such as "0.2.0"; 0 and empty: an earlier release."""
+    version: _builtins.str
     def __init__(
         self,
         *,
         authority: _builtins.bytes = ...,
         revocations: _builtins.bytes = ...,
+        now_s: _builtins.int = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority", b"authority", "revocations", b"revocations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority", b"authority", "now_s", b"now_s", "revocations", b"revocations", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -88,6 +95,56 @@ class EnrolRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EnrolRequest: _TypeAlias = EnrolRequest  # noqa: Y015
+
+@_typing.final
+class ReachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    public_key: _builtins.bytes
+    """As in EnrolRequest; the key has a certificate already."""
+    signature: _builtins.bytes
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        public_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "public_key", b"public_key", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachRequest: _TypeAlias = ReachRequest  # noqa: Y015
+
+@_typing.final
+class ReachResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    MET_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    """The address that the call comes from, without brackets."""
+    met: _builtins.bool
+    """Whether the issuer met a certificate of this key there."""
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        met: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "met", b"met"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachResponse: _TypeAlias = ReachResponse  # noqa: Y015
 
 @_typing.final
 class EnrolResponse(_message.Message):

@@ -44,6 +44,11 @@ class IssuerServiceStub:
                 request_serializer=corolla_dot_v1_dot_issuer__pb2.EnrolRequest.SerializeToString,
                 response_deserializer=corolla_dot_v1_dot_issuer__pb2.EnrolResponse.FromString,
                 _registered_method=True)
+        self.Reach = channel.unary_unary(
+                '/corolla.v1.IssuerService/Reach',
+                request_serializer=corolla_dot_v1_dot_issuer__pb2.ReachRequest.SerializeToString,
+                response_deserializer=corolla_dot_v1_dot_issuer__pb2.ReachResponse.FromString,
+                _registered_method=True)
 
 
 class IssuerServiceServicer:
@@ -63,6 +68,14 @@ class IssuerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reach(self, request, context):
+        """Connects to the address that the call comes from, at a port where the caller shows its certificate, and says whether
+        it met that certificate there. So a machine knows before it reads weights whether others reach it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_IssuerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +88,11 @@ def add_IssuerServiceServicer_to_server(servicer, server):
                     servicer.Enrol,
                     request_deserializer=corolla_dot_v1_dot_issuer__pb2.EnrolRequest.FromString,
                     response_serializer=corolla_dot_v1_dot_issuer__pb2.EnrolResponse.SerializeToString,
+            ),
+            'Reach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reach,
+                    request_deserializer=corolla_dot_v1_dot_issuer__pb2.ReachRequest.FromString,
+                    response_serializer=corolla_dot_v1_dot_issuer__pb2.ReachResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +149,33 @@ class IssuerService:
             '/corolla.v1.IssuerService/Enrol',
             corolla_dot_v1_dot_issuer__pb2.EnrolRequest.SerializeToString,
             corolla_dot_v1_dot_issuer__pb2.EnrolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/corolla.v1.IssuerService/Reach',
+            corolla_dot_v1_dot_issuer__pb2.ReachRequest.SerializeToString,
+            corolla_dot_v1_dot_issuer__pb2.ReachResponse.FromString,
             options,
             channel_credentials,
             insecure,

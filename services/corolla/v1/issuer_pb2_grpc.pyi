@@ -37,6 +37,10 @@ class IssuerServiceStub:
     """Returns the authority and what it has revoked. Both are public, so everybody may ask."""
     Enrol: _grpc.UnaryUnaryMultiCallable[_issuer_pb2.EnrolRequest, _issuer_pb2.EnrolResponse]
     """Returns a certificate for a key: to a machine that shows a token, or whose key has a certificate already."""
+    Reach: _grpc.UnaryUnaryMultiCallable[_issuer_pb2.ReachRequest, _issuer_pb2.ReachResponse]
+    """Connects to the address that the call comes from, at a port where the caller shows its certificate, and says whether
+    it met that certificate there. So a machine knows before it reads weights whether others reach it.
+    """
 
 @_typing.type_check_only
 class IssuerServiceAsyncStub(IssuerServiceStub):
@@ -45,6 +49,10 @@ class IssuerServiceAsyncStub(IssuerServiceStub):
     """Returns the authority and what it has revoked. Both are public, so everybody may ask."""
     Enrol: _aio.UnaryUnaryMultiCallable[_issuer_pb2.EnrolRequest, _issuer_pb2.EnrolResponse]  # type: ignore[assignment]
     """Returns a certificate for a key: to a machine that shows a token, or whose key has a certificate already."""
+    Reach: _aio.UnaryUnaryMultiCallable[_issuer_pb2.ReachRequest, _issuer_pb2.ReachResponse]  # type: ignore[assignment]
+    """Connects to the address that the call comes from, at a port where the caller shows its certificate, and says whether
+    it met that certificate there. So a machine knows before it reads weights whether others reach it.
+    """
 
 class IssuerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -62,5 +70,15 @@ class IssuerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_issuer_pb2.EnrolResponse, _abc.Awaitable[_issuer_pb2.EnrolResponse]]:
         """Returns a certificate for a key: to a machine that shows a token, or whose key has a certificate already."""
+
+    @_abc_1.abstractmethod
+    def Reach(
+        self,
+        request: _issuer_pb2.ReachRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_issuer_pb2.ReachResponse, _abc.Awaitable[_issuer_pb2.ReachResponse]]:
+        """Connects to the address that the call comes from, at a port where the caller shows its certificate, and says whether
+        it met that certificate there. So a machine knows before it reads weights whether others reach it.
+        """
 
 def add_IssuerServiceServicer_to_server(servicer: IssuerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 
 from corolla.chassis import audit
 from corolla.chassis.acceptor import Acceptor
+from corolla.chassis.addresses import host_port
 from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import (
     CorollaError,
@@ -316,7 +317,7 @@ class FrameStream(asyncio.BufferedProtocol):
         if self._state is StreamState.ENDED:
             self._transport.abort()
             return
-        self.peer_address = "{}:{}".format(*(transport.get_extra_info("peername") or ("?", "?"))[:2])
+        self.peer_address = host_port(*(transport.get_extra_info("peername") or ("?", 0))[:2])
         if self._trust is not None:
             self.peer = workload_of_transport(transport)
             self._is_peer_valid = self._trust.credentials.peer_validity(transport)
@@ -617,7 +618,7 @@ class StreamListener:
                 self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             self._socket.bind(address)
         except OSError as failure:
-            raise StartupError(_unavailable(f"{host}:{port}", failure)) from None
+            raise StartupError(_unavailable(host_port(host, port), failure)) from None
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
         self._acceptor: Acceptor | None = None

@@ -3,21 +3,30 @@
 `corolla up --share` shows its token on a terminal only.
 """
 
-import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, StartupError, StoreUnavailable
 from corolla.cli.interruption import Interrupted
-from corolla.cli.join import JoinOptions, checked_host, run_join, shared_host
+from corolla.cli.join import (
+    JoinOptions,
+    check_weights,
+    checked_capacity,
+    checked_host,
+    machine_facts,
+    run_join,
+    shared_host,
+)
 from corolla.cli.up import run_up
 from corolla.issuer.register_file import RegisterFile
+from corolla.local.model_fetch import ModelFacts
 from corolla.local.options import StackOptions
-from corolla.local.stack import Report
+from corolla.local.supervisor import Report
+from corolla.v1 import common_pb2, router_pb2
 from corolla.v1 import issuer_pb2 as pb
 
 STACK = "192.168.1.10:50054"
@@ -42,10 +51,10 @@ def join(state: Path, address: str = STACK, host: str | None = None) -> int:
 @pytest.mark.parametrize(
     "given, match",
     [
-        ({"address": "[::1]:50054"}, "HOST:PORT.*IPv6"),
-        ({"address": "fe80::1:50054"}, "HOST:PORT"),
+        ({"address": "[fe80::1]:50054"}, "HOST:PORT.*other machines cannot use"),
+        ({"address": "2001:db8::10:50054"}, "HOST:PORT.*for IPv6"),
         ({"address": "nonsense"}, "HOST:PORT"),
-        ({"host": "::1"}, "--host.*IPv6"),
+        ({"host": "0.0.0.0"}, "--host.*other machines cannot use"),
         ({"host": "ünï"}, "--host"),
         ({"host": ""}, "--host"),
     ],
@@ -61,12 +70,71 @@ def test_a_closed_standard_input_gives_no_token(state: Path) -> None:
         join(state)
 
 
-@pytest.mark.parametrize("host", ["ünï", "", "1.2.3", "1.2.3.4:50", "http://a", "a b", "::1", "-x", "x" * 300])
-def test_a_stack_is_shared_by_an_address_of_ipv4_or_a_name(host: str) -> None:
+@pytest.mark.parametrize("host", ["ünï", "", "1.2.3", "1.2.3.4:50", "http://a", "a b", "::", "-x", "x" * 300])
+def test_a_stack_is_shared_by_an_address_or_a_name(host: str) -> None:
     with pytest.raises(StartupError, match="--share-host"):
         shared_host(host)
-    for good in ("192.168.1.10", "first.machine", "node-1"):
+    for good in ("192.168.1.10", "first.machine", "node-1", "2001:db8::10"):
         assert checked_host(good, "--share-host") == good
+    assert checked_host("[2001:db8::10]", "--share-host") == "2001:db8::10"
+
+
+FACTS = ModelFacts(
+    name="m", num_blocks=10, model_type="llama", fingerprint="f", fingerprint_parts={"dtype": "float32"},
+    block_bytes=1 << 30, edge_bytes=1 << 30, missing_bytes=10 << 30, disk_bytes=2 << 30, disk="/cache",
+)  # fmt: skip
+"""A machine with a disk for two of ten blocks."""
+
+
+def options(state: Path) -> StackOptions:
+    return StackOptions(log_folder=state, shared_host="192.168.1.11", num_servers=1)
+
+
+def placement(fingerprint: str = "f", num_blocks: int = 10) -> router_pb2.Placement:
+    server = router_pb2.ServerDescription(fingerprint=fingerprint, fingerprint_parts={"dtype": "bfloat16"})
+    return router_pb2.Placement(
+        model="m", num_model_blocks=num_blocks, servers=[router_pb2.PlacedServer(server=server)],
+        uncovered=[common_pb2.BlockSpan(start=4, end=10)],
+    )  # fmt: skip
+
+
+def test_a_machine_holds_what_fits_into_its_memory(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_WEIGHTS_MIB", "3500")
+    assert checked_capacity(FACTS, options(state), "auto", 0) == 3
+    assert checked_capacity(FACTS, options(state), "auto", 2) == 2
+    assert checked_capacity(FACTS, options(state), "4:6", 0) == 2
+    assert checked_capacity(FACTS, replace(options(state), device="cuda"), "auto", 0) == 0
+    shown = machine_facts(FACTS, options(state), ["192.168.1.11:50052"], 3, placement())
+    assert shown["holds"] == "up to 3 blocks"
+    assert shown["stack"] == "1 block servers; without one: 4:10"
+
+
+@pytest.mark.parametrize(
+    "weights_mib, blocks, match",
+    [
+        ("100", "auto", r"one block takes 1\.00 GiB next to keys"),
+        ("9999", "0:11", "'0:11' is not a span of this model"),
+        ("9999", "all", "'all' is not a span"),
+        ("9999", "0:5", r"/cache has 2\.0 GiB free, and the weights of 5 of 10 blocks take 5\.0 GiB"),
+    ],
+)
+def test_too_little_memory_and_disk_are_said_before_weights_are_read(
+    state: Path, monkeypatch: pytest.MonkeyPatch, weights_mib: str, blocks: str, match: str
+) -> None:
+    monkeypatch.setenv("COROLLA_WEIGHTS_MIB", weights_mib)
+    with pytest.raises(StartupError, match=match):
+        checked_capacity(FACTS, options(state), blocks, 0)
+
+
+def test_another_model_is_refused_before_weights_are_read() -> None:
+    check_weights(FACTS, placement())
+    check_weights(FACTS, router_pb2.Placement())
+    with pytest.raises(StartupError, match="the stack serves m, and this machine has other"):
+        check_weights(replace(FACTS, name="other"), placement())
+    with pytest.raises(StartupError, match="of 12 blocks, and that of this machine has 10"):
+        check_weights(FACTS, placement(num_blocks=12))
+    with pytest.raises(StartupError, match=r"dtype \(bfloat16 there, float32 here\).*same model files"):
+        check_weights(FACTS, placement("other"))
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -108,15 +176,13 @@ def test_what_may_pass_is_waited_for_and_another_stack_ends_it(state: Path, monk
         def enrol(self) -> pb.EnrolResponse:
             return pb.EnrolResponse(role="library", router="192.168.1.10:50050")
 
-        def follow(self, _now_s: float) -> None:
+        def follow(self) -> None:
             raise followed.pop()
 
         def close(self) -> None: ...
 
     monkeypatch.setattr("corolla.cli.join.Membership", Member)
-    seconds = itertools.count(1.0, 3.0)
-    clock = SimpleNamespace(monotonic=lambda: next(seconds), time=lambda: 0.0, sleep=lambda _seconds: None)
-    monkeypatch.setattr("corolla.cli.join.time", clock)
+    monkeypatch.setattr("corolla.cli.join.FOLLOW_INTERVAL_S", 0.01)
     with pytest.raises(StartupError, match="another stack"):
         join(state)
     assert followed == []

@@ -160,7 +160,12 @@ def test_a_busy_port_and_a_model_that_is_not_there(command: str, tmp_path: Path)
         port = str(busy.getsockname()[1])
         wrong = [[option, port] for option in options if option.endswith("port")]
         wrong += [["--model", "./nowhere"]] if "--model" in options else []
-        outcomes = outcomes_of([[command, *LONG_RUNNING[command], *each] for each in wrong], tmp_path)
+        # A stack of one machine has no issuer.
+        shared = ["--share", "--share-host", "127.0.0.1", "--state-folder", str(tmp_path / "state")]
+        more = {"--issuer-port": shared}
+        outcomes = outcomes_of(
+            [[command, *LONG_RUNNING[command], *more.get(each[0], ()), *each] for each in wrong], tmp_path
+        )
     assert len(outcomes) >= 2
     for (option, value), (status, said) in zip(wrong, outcomes, strict=True):
         assert status in (1, 2), option

@@ -24,6 +24,15 @@ def test_a_taken_port_is_refused_by_its_number(taken_port: int) -> None:
         Ports().given(taken_port, "router")
 
 
+def test_a_port_of_both_families_is_one_port(taken_port: int) -> None:
+    ports = Ports()
+    assert not is_free(taken_port, "::")
+    free = ports.free(host="::")
+    with socket.socket(socket.AF_INET6) as probe, pytest.raises(OSError, match="in use"):
+        probe.bind(("::", free))
+    ports.close()
+
+
 def test_a_taken_usual_port_is_passed_over(taken_port: int) -> None:
     assert Ports().free(taken_port) != taken_port
 

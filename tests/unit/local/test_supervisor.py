@@ -1,0 +1,70 @@
+"""A process that dies is started again, and people learn when it serves; also on a machine that joined."""
+
+import queue
+from pathlib import Path
+
+import pytest
+
+from corolla.chassis.metrics import MetricsEndpoint, new_registry
+from corolla.local.fork_server import Exit
+from corolla.local.joined_servers import answers_healthy
+from corolla.local.log_files import LogFile
+from corolla.local.processes import ManagedProcess
+from corolla.local.supervisor import Report, StackEvent, Supervisor
+
+NAME = "server-1"
+
+
+class Servers:
+    """One process, which serves from each start on, and dies when the test says so."""
+
+    def __init__(self, *, serves: bool) -> None:
+        self.processes = (ManagedProcess(NAME, "", (), "127.0.0.1:1", LogFile(Path("unused"))),)
+        self.serves = serves
+        self.exits = list[Exit]()
+        self.num_looks = 0
+
+    def launch(self, process: ManagedProcess) -> None:
+        self.serves = True
+
+    def is_serving(self, name: str) -> bool:
+        return self.serves
+
+    def take_exits(self) -> list[Exit]:
+        taken, self.exits = self.exits, []
+        return taken
+
+    def look(self, report: Report) -> None:
+        self.num_looks += 1
+
+
+@pytest.mark.parametrize("serve_already", [False, True])
+def test_a_process_that_dies_is_started_again(serve_already: bool) -> None:
+    servers, events = Servers(serves=True), queue.SimpleQueue[StackEvent]()
+    supervisor = Supervisor(servers, events.put, restarts=True, are_serving=serve_already)
+    supervisor.start()
+    try:
+        if not serve_already:
+            assert events.get(timeout=30) == StackEvent("ready", NAME, "serves")
+        servers.serves = False
+        servers.exits.append(Exit(NAME, 7, -9))
+        died = events.get(timeout=30)
+        assert (died.kind, died.source) == ("problem", NAME)
+        assert "was killed by SIGKILL; starting it again in" in died.text
+        assert events.get(timeout=30) == StackEvent("recovered", NAME, "serves again")
+    finally:
+        supervisor.stop()
+    assert servers.num_looks
+
+
+def test_health_is_asked_by_http() -> None:
+    states = [True]
+    endpoint = MetricsEndpoint(new_registry(), "127.0.0.1", 0, lambda: states[-1])
+    endpoint.start()
+    try:
+        assert answers_healthy(endpoint.port)
+        states.append(False)
+        assert not answers_healthy(endpoint.port)
+    finally:
+        endpoint.close()
+    assert not answers_healthy(endpoint.port)
