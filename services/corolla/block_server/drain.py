@@ -150,6 +150,8 @@ class Drain:
     ) -> str:
         request, version = session.request, session.version
         num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
+        # A server that holds the session's common pages, too, needs none for them.
+        num_tokens = max(1, num_tokens - session.cache.common_end)
         usable = peers_for(
             servers, self.server.fingerprint, request.blocks, num_tokens, {self.server.server_id},
             is_guaranteed=request.tenant in self.sessions.guarantees, numerics=self.numerics,

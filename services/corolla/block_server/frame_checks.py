@@ -98,7 +98,10 @@ class FrameChecks:
         ids = (control.session_id, control.client_id, control.transfer_id)
         if peer.client_id or any(len(each) != ID_BYTES for each in ids):
             raise MalformedMessage("handover", f"must come from a block server, with ids of {ID_BYTES} bytes")
-        return replace(self._session("handover", control, payload, control.client_id), sender=peer.name)
+        request = self._session("handover", control, payload, control.client_id)
+        text = self._text(control, request.blocks) if control.page_tokens == self.identity.prefix_page_tokens else None
+        write_start = 0 if text is None else control.write_start
+        return replace(request, sender=peer.name, text=text, write_start=write_start)
 
     def _session(self, field: str, control: pb.Open | pb.Handover, payload: Buffer, client_id: bytes) -> OpenRequest:
         """Reads the fields that an Open and a Handover have in common."""
@@ -136,7 +139,7 @@ class FrameChecks:
         capability.CopyFrom(control.capability)
         return owner, capability
 
-    def _text(self, control: pb.Open, blocks: Span) -> ExpectedText | None:
+    def _text(self, control: pb.Open | pb.Handover, blocks: Span) -> ExpectedText | None:
         if not control.HasField("text"):
             return None
         if control.HasField("block_prompts"):

@@ -196,7 +196,8 @@ class SessionTable(Generic[AnyCache]):
                 self._forget_unsent(session)
             self.num_standby_tokens += cache.num_tokens
         was_empty = not cache.num_tokens
-        cache.allocate(request.max_tokens, request.text, request.write_start)
+        is_copied = event is SessionEvent.OFFERED
+        cache.allocate(request.max_tokens, request.text, request.write_start, is_copied=is_copied)
         if session.request.client_id != request.client_id:
             # Each client counts its steps by itself.
             session.newest_step_id = session.applied_step_id = session.rewound_step_id = 0
@@ -231,7 +232,8 @@ class SessionTable(Generic[AnyCache]):
             session = None
         if session is None:
             session = HopSession(request, self.new_cache())
-            session.cache.allocate(None, request.text, 0 if request.text is None else request.text.num_tokens)
+            write_start = 0 if request.text is None else request.text.num_tokens
+            session.cache.allocate(None, request.text, write_start, is_copied=True)
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.transfer_id, session.version = request.standby_transfer_id, next(self._versions)
         session.apply(SessionEvent.NAMED_STANDBY)

@@ -63,6 +63,14 @@ class SessionPages:
         """The session may write from this position on; before an earlier one is written, `own_from` must be called."""
         return max(table.num_common for table in self.tables) * self.pool.page_tokens
 
+    @property
+    def known_text(self) -> ExpectedText | None:
+        """The digests of the whole pages that are held, as far as they are known; None: none is."""
+        if self._text is None:
+            return None
+        num_whole = self.num_tokens // self.pool.page_tokens
+        return replace(self._text, hashes=self._text.hashes[:num_whole], num_tokens=self.num_tokens)
+
     def charge_to(self, account: str | None) -> None:
         """Charges an account for the pages held in common; None: no account is charged for this session's."""
         for table in self.tables:
@@ -175,13 +183,20 @@ class SessionPages:
         self._num_fixed_promised = num_fixed
         self.num_reserved_tokens = max_tokens
 
-    def allocate(self, max_tokens: int | None, text: ExpectedText | None = None, write_start: int = 0) -> None:
+    def allocate(
+        self,
+        max_tokens: int | None,
+        text: ExpectedText | None = None,
+        write_start: int = 0,
+        *,
+        is_copied: bool = False,
+    ) -> None:
         """Reserves pages for `max_tokens` tokens. An empty session first gets what the prefix cache has of its text.
 
         Args:
-            max_tokens: None for a standby, which reserves pages only for what it holds. Its pages have no names, since
-                another server computes them.
+            max_tokens: None for a standby, which reserves pages only for what it holds.
             write_start: see `SessionPages`; 0: the session may write to all of its pages.
+            is_copied: whether another server computes the tokens, so that their pages have no names.
 
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
@@ -202,7 +217,7 @@ class SessionPages:
         if num_matched:
             self._begin_with(num_matched, cached)
         self.reserve(num_reserved)
-        self._text = None if max_tokens is None else text
+        self._text = None if is_copied else text
         self._looked_up, self._num_remembered, self._has_stepped = None, 0, False
 
     def _begin_with(self, num_matched: int, cached: Sequence[Sequence[int]]) -> None:

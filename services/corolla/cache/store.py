@@ -330,8 +330,15 @@ class SessionCache(SessionPages):
     def nearest_position(self, position: int) -> int:
         return super().nearest_position(position if self.states is None else self.states.nearest(position))
 
-    def allocate(self, max_tokens: int | None, text: ExpectedText | None = None, write_start: int = 0) -> None:
-        super().allocate(max_tokens, text if self.states is None else None, write_start)
+    def allocate(
+        self,
+        max_tokens: int | None,
+        text: ExpectedText | None = None,
+        write_start: int = 0,
+        *,
+        is_copied: bool = False,
+    ) -> None:
+        super().allocate(max_tokens, text if self.states is None else None, write_start, is_copied=is_copied)
 
     def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
         if self.states is None:

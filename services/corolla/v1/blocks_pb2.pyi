@@ -1562,6 +1562,9 @@ class Handover(_message.Message):
     CAPABILITY_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     LONG_FACTORS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PAGE_TOKENS_FIELD_NUMBER: _builtins.int
+    WRITE_START_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     """The epoch with which the session is open; its client opens it on the receiver with a higher one."""
@@ -1575,6 +1578,9 @@ class Handover(_message.Message):
     """The id of this attempt at a handover, 128 random bits. The receiver refuses parts of another attempt."""
     long_factors: _builtins.bool
     """The same as Open.long_factors."""
+    page_tokens: _builtins.int
+    write_start: _builtins.int
+    """The same as Open.write_start."""
     @_builtins.property
     def blocks(self) -> _common_pb2.BlockSpan: ...
     @_builtins.property
@@ -1586,6 +1592,12 @@ class Handover(_message.Message):
     @_builtins.property
     def adapter(self) -> _common_pb2.AdapterVersion:
         """The adapter of the session, which the receiver loads, or else refuses the session; see Open.adapter."""
+
+    @_builtins.property
+    def text(self) -> Global___ExpectedText:
+        """The text of the tokens that the session holds, as far as it is known. A receiver begins the session with the pages
+        that it has of it, if its own pages have as many tokens, and its answer counts their tokens.
+        """
 
     def __init__(
         self,
@@ -1604,10 +1616,13 @@ class Handover(_message.Message):
         capability: Global___SignedCapability | None = ...,
         adapter: _common_pb2.AdapterVersion | None = ...,
         long_factors: _builtins.bool = ...,
+        text: Global___ExpectedText | None = ...,
+        page_tokens: _builtins.int = ...,
+        write_start: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "session_id", b"session_id", "tenant", b"tenant", "transfer_id", b"transfer_id", "transient", b"transient"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "block_prompts", b"block_prompts", "blocks", b"blocks", "capability", b"capability", "client_id", b"client_id", "epoch", b"epoch", "keep_activations", b"keep_activations", "lease_ms", b"lease_ms", "long_factors", b"long_factors", "max_tokens", b"max_tokens", "page_tokens", b"page_tokens", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "transfer_id", b"transfer_id", "transient", b"transient", "write_start", b"write_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

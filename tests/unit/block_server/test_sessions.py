@@ -560,6 +560,25 @@ def test_an_offer_goes_on_with_the_same_handover_and_begins_anew_with_another() 
         held.cache.commit(6)
 
 
+def test_a_session_that_moves_holds_in_common_what_others_hold() -> None:
+    table, salt = a_table(), b"salt"
+    shared = ExpectedText(salt, HASHES[:4], 17)
+    held = table.open(a_request(text=shared, max_tokens=20, write_start=17), 0.0)
+    step(table, held.request, 0, 17)
+    text = ExpectedText(salt, HASHES[:6], 27)
+    offer = a_request(b"moves", text=text, resume=False, max_tokens=40, write_start=27)
+    moved = table.receive(offer, TRANSFER, 0.0)
+    assert (moved.cache.num_tokens, moved.cache.common_end, moved.num_pages) == (16, 16, 10 - 4)
+    moved.cache.make_writable(16, 11)
+    moved.cache.commit(27)
+    assert moved.cache.pool.find_prefix(PrefixKey(salt, HASHES[4], 0)) is None, "another server has computed it"
+    table.arrived(moved, is_idle=False)
+    table.open(replace(offer, resume=True, epoch=2), 0.0)
+    step(table, replace(offer, epoch=2), 27, 1)
+    assert moved.cache.pool.find_prefix(PrefixKey(salt, HASHES[5], 0)) is not None
+    assert (moved.cache.common_end, moved.num_pages) == (24, 10 - 6)
+
+
 def test_no_handover_touches_a_session_that_its_client_has_open() -> None:
     table = a_table()
     held = table.open(a_request(epoch=3), 0.0)

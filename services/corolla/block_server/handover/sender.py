@@ -155,9 +155,11 @@ class HandoverSender:
         address, transfer_id, progress = self._begun.pop(session_id, ("", b"", HandoverProgress()))
         if address != link.address:
             transfer_id, progress = secrets.token_bytes(ID_BYTES), HandoverProgress()
+            # The receiver may have pages of what is held now, and these tokens may change before it says so.
+            session.cache.num_unchanged_tokens = session.cache.num_tokens
         is_taken = False
         try:
-            offer, prompts = _offer(request, transfer_id)
+            offer, prompts = _offer(session, transfer_id)
             answer = await link.request(offer, prompts)
             if answer.reason:
                 raise from_reason(answer.reason, answer.message)
@@ -314,15 +316,18 @@ def _finished(frame: pb.HandoverTokens, finish: Callable[[], TokenCopy]) -> _Par
     return _Part(frame, copy.payload)
 
 
-def _offer(request: OpenRequest, transfer_id: bytes) -> tuple[pb.Handover, memoryview | bytes]:
+def _offer(session: HopSession[SessionCache], transfer_id: bytes) -> tuple[pb.Handover, memoryview | bytes]:
+    request = session.request
     offer = pb.Handover(
         session_id=request.session_id, epoch=request.epoch, tenant=request.tenant, client_id=request.client_id,
         max_tokens=request.max_tokens, blocks=request.blocks.to_message(),
         lease_ms=round(request.lease_s * 1000), transient=request.transient, keep_activations=request.keep_activations,
         transfer_id=transfer_id, capability=request.capability,
         adapter=None if request.adapter_version is None else request.adapter_version.to_message(),
-        long_factors=request.long_factors,
+        long_factors=request.long_factors, page_tokens=session.cache.pool.page_tokens, write_start=request.write_start,
     )  # fmt: skip
+    if (text := session.cache.known_text) is not None:
+        offer.text.num_tokens, offer.text.page_hashes = text.num_tokens, b"".join(text.hashes)
     if request.prompts is None:
         return offer, b""
     values = request.prompts.values
