@@ -56,7 +56,7 @@ _DELTA_RULE = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }  # fmt: skip
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 _ALPHA = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 100.0, "factor": 1.0}}
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 32.0,
@@ -220,11 +220,11 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     },
     "mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
     "mamba2": {
-        "state_size": 8, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "residual_in_fp32": False,
+        "state_size": 16, "num_heads": 4, "head_dim": 32, "n_groups": 1, "chunk_size": 16, "residual_in_fp32": False,
     },
     "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "residual_in_fp32": False},
     "nemotron_h": {
-        **_HEAD_SIZE, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 16,
+        **_HEAD_SIZE, "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1, "chunk_size": 16,
         "n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
         "moe_latent_size": 32, "num_experts_per_tok": 2,
         # Otherwise transformers' answers depend on how a text is cut.

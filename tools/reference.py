@@ -102,8 +102,8 @@ def families() -> Iterator[str]:
     alike: dict[tuple[str, str, str], list[str]] = {}
     for name, family in sorted(FAMILIES.items()):
         rows = "in one call" if family.packs_rows and not family.past.keeps_states else "one by one"
-        if family.past.packs_singles:
-            rows = "single tokens in one call"
+        if family.past.packs_states:
+            rows = "in one call on processors"
         tokens = "latents" if family.past.caches_latents else "keys and values"
         kept = (tokens if family.past.keeps_tokens else "", "states" if family.past.keeps_states else "")
         fast = "fused" if family.fused else ""

@@ -11,9 +11,9 @@ class KernelChoices:
     Attributes:
         attention: the name of the attention backend.
         blocks: what runs the blocks: `compiled` (whole blocks on a CPU), `triton` (whole blocks on a GPU), `fused`
-            (torch's operators, with fused projections), `family` (the family's own code in transformers), `latents`
-            (that code, except for multi-latent attention of short steps) or `rows` (that code, except for rows of one
-            token; see `single_rows`).
+            (torch's operators, with fused projections), `states` (blocks with recurrent states on a CPU, see
+            `state_blocks`), `family` (the family's own code in transformers) or `latents` (that code, except for
+            multi-latent attention of short steps).
         products: how the server multiplies by weights of a shape, such as `4096x14336` (outputs, inputs): `library`,
             `onednn`, `panels`, or on a GPU by the rule `ladder` or `triton`; see `models/invariant`. Packed
             weights are missing here, unless a GPU's kernel failed for them: then they are `expanded`.

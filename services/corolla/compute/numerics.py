@@ -80,6 +80,6 @@ def _choices(runner: SpanRunner) -> dict[str, str]:
 def _with_threads(facts: dict[str, str]) -> dict[str, str]:
     """The facts, with the number of threads if products run in libraries, which may divide a sum among threads."""
     ways = {way for name, each in facts.items() if name.startswith(("product", "blocks")) for way in each.split("+")}
-    if ways & {"library", "onednn", "latents", "rows"} and facts["device"].startswith("cpu"):
+    if ways & {"library", "onednn", "latents", "states"} and facts["device"].startswith("cpu"):
         return {**facts, "threads": str(torch.get_num_threads())}
     return facts

@@ -19,7 +19,7 @@ from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.fused_blocks import FusedBlocks
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.reference import FamilyBlocks, FamilyRows, tell_factors
-from corolla.compute.single_rows import SingleRows, fits
+from corolla.compute.state_blocks import StateBlocks, fits
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.families import key_shapes, pageless_layers, recurrent_layers
@@ -86,7 +86,7 @@ class SpanRunner:
         if model.fused is not None:
             self.blocks = FusedBlocks(model.fused, self.stacks)
         elif is_fused and fits(model):
-            self.blocks = SingleRows(model, self.stacks)
+            self.blocks = StateBlocks(model, self.stacks)
         elif model.packs_rows:
             self.blocks = FamilyBlocks(model, self.stacks, is_exact=not is_fused)
         else:

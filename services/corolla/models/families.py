@@ -70,8 +70,7 @@ class Past:
         cache_argument: the name of the cache among the arguments of the base model's forward.
         keeps_tokens: whether some blocks keep keys and values.
         keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
-        packs_singles: whether rows of one token each may be packed into one call where rows are otherwise computed one
-            by one; see `compute/single_rows`.
+        packs_states: whether rows share a call on CPUs although blocks keep states; see `compute/state_blocks`.
     """
 
     caches_latents: bool = False
@@ -80,7 +79,7 @@ class Past:
     cache_argument: str = "past_key_values"
     keeps_tokens: bool = True
     keeps_states: bool = False
-    packs_singles: bool = False
+    packs_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,31 +234,33 @@ _FAMILIES = (
     ),
     Family(
         "kimi_linear",
-        past=Past(caches_latents=True, keeps_states=True, packs_singles=True),
+        past=Past(caches_latents=True, keeps_states=True, packs_states=True),
         read_weights=("kv_b_proj",),
     ),
-    Family("olmo_hybrid", past=Past(keeps_states=True)),
     *(
-        Family(name, past=Past(keeps_states=True, packs_singles=True))
-        for name in ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+        Family(name, past=Past(keeps_states=True, packs_states=True))
+        for name in ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
     ),
     *(
-        Family(name, norm="embedding_norm", past=Past(keeps_states=True, packs_singles=True))
-        for name in ("lfm2", "lfm2_moe")
+        Family(name, norm="embedding_norm", past=Past(keeps_states=True, packs_states=True))
+        for name in ("lfm2", "lfm2_moe", "lfm3")
     ),
-    Family("lfm3", norm="embedding_norm", past=Past(keeps_states=True)),
-    Family("bamba", norm="final_layernorm", past=Past(keeps_states=True)),
+    Family("bamba", norm="final_layernorm", past=Past(keeps_states=True, packs_states=True)),
     Family(
         "nemotron_h",
         embedding="embeddings",
         norm="norm_f",
         stored_prefix="backbone.",
-        past=Past(keeps_states=True),
+        past=Past(keeps_states=True, packs_states=True),
         # transformers holds the time steps of a call to `time_step_min` unless the call has one token, so its answers
         # depend on how a text is cut. The publisher's code has no such bound.
         set_in_blocks=("time_step_limit",),
     ),
-    Family("granitemoehybrid", unit_scalars=("embedding_multiplier",), past=Past(keeps_states=True)),
+    Family(
+        "granitemoehybrid",
+        unit_scalars=("embedding_multiplier",),
+        past=Past(keeps_states=True, packs_states=True),
+    ),
     Family(
         "jamba", norm="final_layernorm", past=Past(continues_singly=True, keeps_states=True), read_weights=("dt_proj",)
     ),
@@ -268,11 +269,16 @@ _FAMILIES = (
         norm="final_layernorm",
         unit_scalars=("embedding_multiplier",),
         head_scalars=("lm_head_multiplier",),
-        past=Past(keeps_states=True),
+        past=Past(keeps_states=True, packs_states=True),
     ),
     _MAMBA,
     replace(_MAMBA, model_type="falcon_mamba"),
-    replace(_MAMBA, model_type="mamba2", past=replace(_MAMBA.past, continues_singly=False), read_weights=()),
+    replace(
+        _MAMBA,
+        model_type="mamba2",
+        past=replace(_MAMBA.past, continues_singly=False, packs_states=True),
+        read_weights=(),
+    ),
 )  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _FAMILIES}

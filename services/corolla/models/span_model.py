@@ -133,7 +133,7 @@ class SpanModel:
         choose_products(
             replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products
         )
-        if self.family.past.packs_singles and self.device.type == "cpu":
+        if self.family.past.packs_states and self.device.type == "cpu":
             lay_out_experts(self._base, products)
             if products == AUTO:
                 # Several rows need one call by panels, and otherwise a call each, also where weights are small.

@@ -1,0 +1,173 @@
+"""Blocks with recurrent states on CPUs: the rows of a step share a call, and no row changes another's bits.
+
+The family's own modules are the reference for the results, and hold the weights; `state_parts` computes with them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from corolla.compute.attention.base import AttentionBatch, PackedRow
+from corolla.compute.base import Blocks, PackedStep
+from corolla.compute.reference import FamilyRows
+from corolla.compute.state_parts import Rows, made_part, part_of, scaled
+from corolla.kernels.compiler import why_unavailable
+from corolla.models.adapters.products import AdapterStacks
+from corolla.models.rotary_table import RotaryTable
+from corolla.models.span_model import SpanModel
+
+# What stands before and after attention or the state, and before and after the MLP: the names of norms.
+_NORMS: Final = (
+    ("input_layernorm", "", "post_attention_layernorm", ""),
+    ("input_layernorm", "", "pre_ff_layernorm", ""),
+    ("operator_norm", "", "ffn_norm", ""),
+    ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+    ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("norm", "", "", ""),
+)
+_MIXERS: Final = ("linear_attn", "mamba", "conv", "self_attn", "mixer")
+_MLPS: Final = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
+# The attributes by which Falcon-H1 scales the inputs and outputs of its parts.
+_SCALES: Final[Mapping[str, tuple[str, str]]] = {
+    "mamba": ("", "ssm_out_multiplier"),
+    "self_attn": ("attention_in_multiplier", "attn_out_multiplier"),
+}
+
+
+class StateBlocks(Blocks):
+    """Runs all rows together, but for those with adapters, which the family's own code runs.
+
+    Args:
+        model: the span; `fits` holds for it.
+        stacks: the stacked copies of adapters.
+    """
+
+    name: Final = "states"
+
+    def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
+        super().__init__(stacks, model.device)
+        self._model = model
+        self._adapted = FamilyRows(model, stacks)
+        rotary = model.rotary
+        kinds = () if rotary is None else getattr(rotary, "layer_types", ("",))
+        self._tables = {kind: RotaryTable(cast(nn.Module, rotary), model.config, kind=kind or None) for kind in kinds}
+        self._layers = [_Block(layer, index) for index, layer in enumerate(model.layers)]
+
+    def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        """See `Blocks.forward`. A step without rows runs attention only, for one token."""
+        if all(row.adapter is None for row in step.rows):
+            return self._together(step, hidden, layers)
+        output = torch.empty_like(hidden)
+        ends = list(accumulate(row.num_tokens for row in step.rows))
+        for is_adapted in (True, False):
+            numbers = [number for number, row in enumerate(step.rows) if (row.adapter is not None) is is_adapted]
+            if not numbers:
+                continue
+            rows = [step.rows[number] for number in numbers]
+            places = torch.cat(
+                [torch.arange(ends[number] - step.rows[number].num_tokens, ends[number]) for number in numbers]
+            )
+            new_ends = accumulate(row.num_tokens for row in rows)
+            packed = [
+                PackedRow(row.cache, row.position, end - row.num_tokens, end)
+                for row, end in zip(rows, new_ends, strict=True)
+            ]
+            batch = AttentionBatch(step.batch.store, packed, step.batch.backend)
+            part = PackedStep(rows, step.position_ids[places], step.end, batch)
+            run = self._adapted.forward if is_adapted else self._together
+            output[places] = run(part, hidden[places], layers)
+        return output
+
+    def _together(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
+        self._model.adapters = None  # those of a step belong to the other rows
+        turns = {kind: table.rows(step.position_ids, step.end, hidden) for kind, table in self._tables.items()}
+        rows = Rows.of(step.rows, step.batch, turns)
+        for index in layers:
+            hidden = self._layers[index].forward(hidden, rows)
+        return hidden
+
+
+def fits(model: SpanModel) -> bool:
+    """`StateBlocks` can run the blocks of a span."""
+    return (
+        model.family.past.packs_states
+        and model.device.type == "cpu"
+        and why_unavailable() is None
+        and all(map(_fits, model.layers))
+    )
+
+
+def _fits(layer: nn.Module) -> bool:
+    summands = _summands(layer)
+    return bool(summands) and all(
+        part_of(getattr(layer, name)) is not None for summand in summands for name in summand.parts
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Summand:
+    """What a block adds to hidden states: parts whose outputs are added, between two norms.
+
+    Attributes:
+        before: the name of the norm of the parts' input; empty: there is none.
+        parts: their names.
+        after: the name of the norm of their output; empty: there is none.
+    """
+
+    before: str
+    parts: Sequence[str]
+    after: str
+
+
+def _summands(layer: nn.Module) -> list[_Summand]:
+    """What a block adds to hidden states, in order; empty: it has a part that is not known."""
+    names = [name for name, _ in layer.named_children()]
+    mixers, mlps = ([name for name in names if name in known] for known in (_MIXERS, _MLPS))
+    norms = {*names} - {*mixers, *mlps}
+    found = next((each for each in _NORMS if {*each} - {""} == norms), None)
+    if found is None or not mixers:
+        return []
+    own = [_Summand(found[0], mixers, found[1])]
+    return [*own, _Summand(found[2], mlps, found[3])] if mlps else own
+
+
+class _Block:
+    """One block, which adds one summand after the other to hidden states.
+
+    Args:
+        layer: the family's module.
+        index: its index within the span.
+    """
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        self._factor: float = getattr(layer, "residual_multiplier", 1.0)
+        self._summands = [
+            (
+                getattr(layer, each.before, None),
+                [_ScaledPart(layer, name, index) for name in each.parts],
+                getattr(layer, each.after, None),
+            )
+            for each in _summands(layer)
+        ]
+
+    def forward(self, hidden: Tensor, rows: Rows) -> Tensor:
+        for before, parts, after in self._summands:
+            normed = hidden if before is None else before(hidden)
+            first, *others = (part.forward(normed, rows) for part in parts)
+            summand = sum(others, start=first)
+            hidden = hidden + scaled(summand if after is None else after(summand), self._factor)
+        return hidden
+
+
+class _ScaledPart:
+    def __init__(self, layer: Any, name: str, index: int) -> None:
+        self._part = made_part(getattr(layer, name), index)
+        self._scales = [getattr(layer, each, 1.0) for each in _SCALES.get(name, ("", ""))]
+
+    def forward(self, normed: Tensor, rows: Rows) -> Tensor:
+        before, after = self._scales
+        return scaled(self._part.forward(scaled(normed, before), rows), after)
