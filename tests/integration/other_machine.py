@@ -12,13 +12,15 @@ class OtherMachine:
     """A place where a test runs commands.
 
     Attributes:
-        first_host: the address by which it reaches this machine.
+        first_host: the address by which it reaches this machine: of IPv6, if it is another one.
         host: its own address.
+        first_host_4: an address of IPv4 by which it reaches this machine, too.
         prefix: what stands before a command that shall run there; empty: it is this machine itself.
     """
 
     first_host: str = "127.0.0.1"
     host: str = "127.0.0.1"
+    first_host_4: str = "127.0.0.1"
     prefix: Sequence[str] = ()
 
     def drops(self, port: int, *, is_on: bool) -> bool:
@@ -30,31 +32,26 @@ class OtherMachine:
 
 
 @contextmanager
-def other_machine(version: int = 4) -> Iterator[OtherMachine]:
-    """Yields a namespace that is deleted afterwards; this machine itself where namespaces cannot be made.
-
-    Args:
-        version: of the internet protocol, by whose addresses the machines know each other.
-    """
+def other_machine() -> Iterator[OtherMachine]:
+    """Yields a namespace that is deleted afterwards; this machine itself where namespaces cannot be made."""
     number = os.getpid() % 16_000
     name, near, far = f"corolla-{number}", f"cn{number}", f"cf{number}"
-    first_host, host = (
-        f"10.{61 + number // 250}.{number % 250}.{each}" if version == 4 else f"fd61::{number:x}:{each}"
-        for each in (1, 2)
-    )
-    size = ["/30"] if version == 4 else ["/64", "nodad"]
+    first_host, host = (f"fd61::{number:x}:{each}" for each in (1, 2))
+    first_host_4, host_4 = (f"10.{61 + number // 250}.{number % 250}.{each}" for each in (1, 2))
     made = [
         ("netns", "add", name),
         ("link", "add", near, "type", "veth", "peer", "name", far, "netns", name),
-        ("addr", "add", f"{first_host}{size[0]}", "dev", near, *size[1:]),
+        ("addr", "add", f"{first_host}/64", "dev", near, "nodad"),
+        ("addr", "add", f"{first_host_4}/30", "dev", near),
         ("link", "set", near, "up"),
-        ("-n", name, "addr", "add", f"{host}{size[0]}", "dev", far, *size[1:]),
+        ("-n", name, "addr", "add", f"{host}/64", "dev", far, "nodad"),
+        ("-n", name, "addr", "add", f"{host_4}/30", "dev", far),
         ("-n", name, "link", "set", far, "up"),
         ("-n", name, "link", "set", "lo", "up"),
     ]
     try:
         if all(_succeeds(*each) for each in made):
-            yield OtherMachine(first_host, host, ("ip", "netns", "exec", name))
+            yield OtherMachine(first_host, host, first_host_4, ("ip", "netns", "exec", name))
         else:
             yield OtherMachine()
     finally:

@@ -126,6 +126,8 @@ def read_machines(path: Path) -> list[MachineRow]:
         raise StartupError(f"{path} has no table [[machine]] with a name, and gpu or memory and bandwidth")
     try:
         rows = [MachineRow.model_validate(each) for each in found]
+        for row in rows:
+            row.kind()
     except ValidationError as failure:
         place, *_ = failure.errors()
         raise StartupError(f"{path}: {'.'.join(map(str, place['loc']))}: {place['msg']}") from None

@@ -58,13 +58,12 @@ def run_plan(options: PlanOptions, *, as_json: bool) -> int:
     Raises:
         StartupError: the checkpoint cannot be read, or a block does not fit into a device.
     """
+    rows = read_machines(options.machines) if options.machines is not None else None
     dtype = options.dtype or default_dtype("cuda")
     checkpoint = Checkpoint.from_pretrained(options.model, revision=options.revision, hub=Hub())
     model = model_size(checkpoint, DTYPES[dtype], options.quantization, options.kv_cache_dtype)
-    if options.machines is not None:
-        return show_machines(
-            model, plan_machines(model, read_machines(options.machines), options.demand), as_json=as_json
-        )
+    if rows is not None:
+        return show_machines(model, plan_machines(model, rows, options.demand), as_json=as_json)
     plans = [(kind, plan_servers(model, kind.memory_bytes, options.demand)) for kind in options.kinds]
     if as_json:
         facts = [{**_facts(model, kind, plan, options), "unread": list(checkpoint.unread)} for kind, plan in plans]

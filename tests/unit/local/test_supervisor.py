@@ -3,8 +3,6 @@
 import queue
 from pathlib import Path
 
-import pytest
-
 from corolla.chassis.metrics import MetricsEndpoint, new_registry
 from corolla.local.fork_server import Exit
 from corolla.local.joined_servers import answers_healthy
@@ -18,9 +16,9 @@ NAME = "server-1"
 class Servers:
     """One process, which serves from each start on, and dies when the test says so."""
 
-    def __init__(self, *, serves: bool) -> None:
+    def __init__(self) -> None:
         self.processes = (ManagedProcess(NAME, "", (), "127.0.0.1:1", LogFile(Path("unused"))),)
-        self.serves = serves
+        self.serves = True
         self.exits = list[Exit]()
         self.num_looks = 0
 
@@ -38,14 +36,12 @@ class Servers:
         self.num_looks += 1
 
 
-@pytest.mark.parametrize("serve_already", [False, True])
-def test_a_process_that_dies_is_started_again(serve_already: bool) -> None:
-    servers, events = Servers(serves=True), queue.SimpleQueue[StackEvent]()
-    supervisor = Supervisor(servers, events.put, restarts=True, are_serving=serve_already)
+def test_a_process_serves_and_is_started_again_when_it_dies() -> None:
+    servers, events = Servers(), queue.SimpleQueue[StackEvent]()
+    supervisor = Supervisor(servers, events.put, restarts=True, are_serving=False)
     supervisor.start()
     try:
-        if not serve_already:
-            assert events.get(timeout=30) == StackEvent("ready", NAME, "serves")
+        assert events.get(timeout=30) == StackEvent("ready", NAME, "serves")
         servers.serves = False
         servers.exits.append(Exit(NAME, 7, -9))
         died = events.get(timeout=30)
