@@ -16,6 +16,7 @@ class UnreadStream:
     ended: asyncio.Future[StreamEnd]
     peer: Workload | None = None
     heard_s = 0.0
+    num_waiting_bytes = 0
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         pass

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,13 @@ class OtherMachine:
         return bool(self.prefix) and all(
             _runs(*self.prefix, program, "-A" if is_on else "-D", *rule) for program in ("iptables", "ip6tables")
         )
+
+    def without(self, folder: Path) -> Sequence[str]:
+        """What stands before a command that shall run there and see nothing in a folder of this machine."""
+        if not self.prefix:
+            return ()
+        script = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
+        return (*self.prefix, "unshare", "--mount", "sh", "-c", script, str(folder))
 
 
 @contextmanager

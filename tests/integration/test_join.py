@@ -38,17 +38,21 @@ def unit() -> str:
 
 
 class Joined:
-    """`corolla join --json` as a child on another machine, with a state folder of its own."""
+    """`corolla join --json` as a child on another machine, with a state folder and a cache of its own.
+
+    If that is a namespace, it lacks the folder of the model.
+    """
 
     def __init__(
         self, folder: Path, machine: OtherMachine, command: Sequence[str], variables: Mapping[str, str], token: str = ""
     ) -> None:
         self.errors = folder / "join-errors"
-        environment = {**os.environ, "XDG_STATE_HOME": str(folder / "other-machine"), **variables}
+        folders = {"XDG_STATE_HOME": str(folder / "other-machine"), "COROLLA_CACHE": str(cache(folder))}
+        environment = {**os.environ, **folders, **variables}
         options = ["--json", "--capacity-blocks", "2", "--log-folder", str(folder / "join-logs")]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*machine.prefix, *command, *options],
+                [*machine.without(folder / "first"), *command, *options],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
             )  # fmt: skip
         assert self.process.stdin is not None
@@ -67,7 +71,7 @@ class Joined:
         variable, path = re.findall(r"^Environment=(COROLLA\w+)=(.*)$", unit(), re.MULTILINE)[0]
         program, *arguments = shlex.split(lines["ExecStart"])
         assert program.endswith("/bin/corolla")
-        given = {"192.168.1.10:50054": address, "demo": str(folder / "tiny")}
+        given = {"192.168.1.10:50054": address}
         arguments = [given.get(each, each) for each in arguments]
         variables = {variable: path.replace("%d", str(credentials)), "CREDENTIALS_DIRECTORY": str(credentials)}
         return cls(folder, machine, [*COROLLA, *arguments], variables)
@@ -83,8 +87,18 @@ class Joined:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    make_tiny_checkpoint("llama", tmp_path / "tiny")
+    make_tiny_checkpoint("llama", model(tmp_path))
     return tmp_path
+
+
+def model(folder: Path) -> Path:
+    """The model, on the first machine."""
+    return folder / "first" / "tiny"
+
+
+def cache(folder: Path) -> Path:
+    """The cache of the other machine."""
+    return folder / "other-cache"
 
 
 @pytest.fixture
@@ -100,8 +114,8 @@ def machine() -> Iterator[OtherMachine]:
 def up(folder: Path, machine: OtherMachine) -> Iterator[RunningUp]:
     shared = ("--share", "--share-host", machine.first_host, "--state-folder", str(folder / "state"))
     ports = ("--issuer-port", str(Ports().free()), "--router-port", str(Ports().free()))
-    model = ("--model", str(folder / "tiny"), "--blocks", "0:3", "--threads", "1")
-    running = RunningUp(folder, *shared, *ports, *model)
+    served = ("--model", str(model(folder)), "--blocks", "0:3", "--threads", "1")
+    running = RunningUp(folder, *shared, *ports, *served)
     yield running
     if running.process.poll() is None:
         running.end()
@@ -110,6 +124,13 @@ def up(folder: Path, machine: OtherMachine) -> Iterator[RunningUp]:
 def tokens(folder: Path, *arguments: str) -> str:
     command = [*COROLLA, "tokens", *arguments, "--state-folder", str(folder / "state")]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def assert_fetched(folder: Path, machine: OtherMachine) -> None:
+    """A machine that lacks the model has fetched its files, and none that the model has not."""
+    if machine.prefix:
+        (fetched,) = (cache(folder) / "models").glob("*/tiny")
+        assert {each.name for each in fetched.iterdir()} <= {each.name for each in model(folder).iterdir()}
 
 
 def status_there(folder: Path, machine: OtherMachine, up: RunningUp) -> list[str]:
@@ -165,10 +186,11 @@ def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine
     up.wait_for(lambda event: event["event"] == "ready")
     servers(up, 2)
     answer = client.generate(TEXT, max_tokens=8)
-    unsplit = Unsplit(folder / "tiny")
+    unsplit = Unsplit(model(folder))
     assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 8).token_ids
     joined.wait_for("ready")
     assert status_there(folder, machine, up) == ["0:3", "3:5"]
+    assert_fetched(folder, machine)
     joined.process.send_signal(signal.SIGINT)
     assert joined.process.wait(60) == 0, joined.errors.read_text()
     servers(up, 1)

@@ -180,6 +180,10 @@ class _Stream:
     def heard_s(self) -> float:
         return min(self._stream.heard_s, self._wires.frozen_since_s.get(self.address, math.inf))
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        return self._stream.num_waiting_bytes
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self.ended.done():
             return

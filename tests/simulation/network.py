@@ -342,6 +342,7 @@ class _StreamEnd:
         self.process = process
         self.peer: Workload | None = None
         self.heard_s = 0.0
+        self.num_waiting_bytes = 0
         self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self._streaming = streaming
         self._accept: Accept | None = accept

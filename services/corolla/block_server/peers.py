@@ -46,6 +46,11 @@ class Peer:
         """The exact identity of the peer; empty without mutual TLS."""
         return str(self.workload) if self.workload is not None else ""
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """The bytes that wait in this process until the peer takes them."""
+        return self._stream.num_waiting_bytes
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Sends a frame. A peer that does not read loses its stream, so that it cannot fill this server's memory."""
         try:

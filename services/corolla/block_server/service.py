@@ -21,6 +21,7 @@ from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.meetings import Meetings
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.model_files import ModelFiles
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
@@ -162,7 +163,7 @@ class BlockServer:
             Part("data port", stop=self._listener.close),
             Part("metrics", self._metrics_endpoint.start, ["metrics port"]),
             Part("admin", self._start_admin, ["data port", "control port", "metrics port"], self._end_admin, "ports"),
-            Part("reading", self._begin_reading, stop=lambda: self._reading.cancel()),
+            Part("reading", self._begin_reading, stop=self._end_reading),
             Part("device", self._open_device, ["compute thread"], stage="device"),
             Part("checkpoint", self._find_checkpoint, ["reading"], stage="model"),
             Part("speed", self._measure_speed, ["checkpoint", "device"]),
@@ -225,8 +226,10 @@ class BlockServer:
 
     async def stop(self) -> None:
         """Hands sessions over, leaves the placement and frees everything."""
-        # Parts wait for threads when they stop, and a thread may wait for the hub.
+        # Parts wait for threads when they stop, and a thread may wait for the hub or other servers.
         self._hub.stop()
+        if self._loader.model_files is not None:
+            self._loader.model_files.stop()
         await self._rpc.not_ready()
         await self.parts.stop()
 
@@ -258,8 +261,16 @@ class BlockServer:
         await self._admin.stop(self._num_left)
 
     def _begin_reading(self) -> None:
+        settings = self.settings
+        if settings.manifest is not None:
+            self._loader.model_files = ModelFiles(settings.manifest, settings.model, settings.router, self._network)
         # The checkpoint is read while the driver of the device starts.
         self._reading = asyncio.ensure_future(asyncio.to_thread(self._loader.find_checkpoint))
+
+    async def _end_reading(self) -> None:
+        self._reading.cancel()
+        if self._loader.model_files is not None:
+            await self._loader.model_files.close()
 
     async def _open_device(self) -> str:
         self._device = await self._compute_thread.run(open_device, self.settings.device)
@@ -444,11 +455,13 @@ class BlockServer:
             self.address, self._fingerprint, self._neighbours, self._network.connect, self._registration.placement,
             self._work,
         )  # fmt: skip
+        files = self._loader.model_files
         self._servicer = BlockServicer(
             identity, engine, sessions, self._outputs, self._peers, self._runner.store, receiver, self._work,
             self._shared, self._rpc_metrics.error, self._network.capabilities(self._fingerprint), self._adapters,
             lambda: self._registration.num_heartbeats,
             self._standbys if settings.prefix_cache else None, self._meetings,
+            files.sender(self._work, lambda: sessions.num_running_tokens > 0) if files is not None else None,
         )  # fmt: skip
 
     def _make_drain(self) -> None:

@@ -20,6 +20,7 @@ from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import OpenRequest, SessionState
 from corolla.block_server.meetings import Meetings
 from corolla.block_server.page_returns import PageReturns
+from corolla.block_server.part_sender import PartSender
 from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
 from corolla.block_server.pending_opens import PendingOpens
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
@@ -70,6 +71,7 @@ class BlockServicer:
         num_heartbeats: counts the heartbeats that the server has sent.
         standbys: copies sessions to their standbys; None: this server neither has standbys nor is one.
         meetings: answers servers that want to know whether this one reaches them; None: they get no answer.
+        part_sender: gives other block servers what they lack of the model's files; None: this server shares no files.
     """
 
     identity: Identity
@@ -87,6 +89,7 @@ class BlockServicer:
     num_heartbeats: Callable[[], int] = lambda: 0
     standbys: Standbys | None = None
     meetings: Meetings | None = None
+    part_sender: PartSender | None = None
     _checks: FrameChecks = field(init=False)
     _pending_opens: PendingOpens = field(init=False)
     _page_returns: PageReturns = field(init=False)
@@ -109,6 +112,7 @@ class BlockServicer:
             pb.Handover: self._handover,
             pb.HandoverTokens: self._handover_tokens,
             pb.Meet: self._meet,
+            pb.Fetch: self._fetch,
         }
 
     def accept(self, stream: Stream) -> Receiver:
@@ -319,6 +323,11 @@ class BlockServicer:
 
     def _credit(self, credit: pb.Credit, payload: Buffer, peer: Peer) -> None:
         self.engine.last_hop.on_credit(credit, peer)
+
+    def _fetch(self, fetch: pb.Fetch, payload: Buffer, peer: Peer) -> None:
+        if self.part_sender is None or peer.client_id:
+            raise MalformedMessage("fetch", "must come from a block server, to one that shares the model's files")
+        self.part_sender.ask(fetch, peer)
 
     def _resend(self, control: pb.Resend, payload: Buffer, peer: Peer) -> None:
         step = control.step

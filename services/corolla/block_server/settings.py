@@ -40,6 +40,12 @@ class BlockServerSettings(ServiceSettings):
     router: str = Field("127.0.0.1:50050", description="host:port of the router.")
     model: str = Field("demo", description="Checkpoint folder, GGUF file, hub id, or `demo`.")
     revision: str | None = Field(None, description="Revision of a hub id.")
+    manifest: Path | None = Field(
+        None,
+        description="Manifest of the model's files, which `corolla up --share` makes and names by its SHA-256. Servers "
+        "of one manifest give each other the files; one whose COROLLA_MODEL is the folder next to the manifest, of the "
+        "same name without `.json`, fetches what that lacks.",
+    )
     hub_patience_s: float = Field(
         300.0,
         ge=0,

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Final
 
 from corolla.block_server.grammars import Grammars
+from corolla.block_server.model_files import ModelFiles
 from corolla.block_server.row_sampling import SharedBySamplers
 from corolla.block_server.settings import BlockServerSettings
 from corolla.cache.layout import NUM_KEPT_STATES, CacheLayout, LayerGroups
@@ -51,9 +52,13 @@ class SpanLoader:
 
     Args:
         max_step_tokens: the most tokens of one step.
+
+    Attributes:
+        model_files: finds the model's files on other machines; None: this server has them, or the hub.
     """
 
     def __init__(self, settings: BlockServerSettings, hub: Hub, max_step_tokens: int, metrics: GrammarMetrics) -> None:
+        self.model_files: ModelFiles | None = None
         self._settings = settings
         self._hub = hub
         self._max_step_tokens = max_step_tokens
@@ -71,7 +76,11 @@ class SpanLoader:
     def find_checkpoint(self) -> tuple[Checkpoint, str]:
         """The model's checkpoint and its fingerprint."""
         settings = self._settings
-        checkpoint = Checkpoint.from_pretrained(settings.model, revision=settings.revision, hub=self._hub)
+        shared = self.model_files.find() if self.model_files is not None else None
+        model = settings.model if shared is None else str(shared.path)
+        checkpoint = Checkpoint.from_pretrained(model, revision=settings.revision, hub=self._hub, shared=shared)
+        if self.model_files is not None:
+            self.model_files.note(checkpoint)
         check_small_copy(checkpoint, settings.num_page_tokens, is_fused=settings.fused_blocks)
         return checkpoint, checkpoint.fingerprint(settings.dtype, settings.quantization, settings.kv_cache_dtype)
 
@@ -116,6 +125,7 @@ class SpanLoader:
         settings = self._settings
         if self._read_ahead is not None:
             self._read_ahead.stop()
+        checkpoint.fetch(tensors_of(checkpoint, span))
         model = load_span(
             checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
         )

@@ -29,6 +29,8 @@ from corolla.local.model_fetch import EITHER, ModelFacts
 from corolla.local.options import StackOptions
 from corolla.local.processes import weights_mib
 from corolla.local.supervisor import StackEvent
+from corolla.models.cache_folder import fetched_models_folder
+from corolla.models.model_manifest import DIGEST_BYTES
 from corolla.planning.fingerprints import what_differs
 from corolla.trust.credentials import Credentials
 from corolla.trust.join_token import MAX_TOKEN_CHARS, JoinToken
@@ -337,18 +339,26 @@ def _parsed(text: str) -> JoinToken:
 
 
 def _server_options(options: JoinOptions, stack: pb.EnrolResponse) -> StackOptions:
-    """The options of the block servers. Raises StartupError if the model is not on this machine."""
-    model = options.model or stack.model
+    """The options of the block servers. Raises StartupError if neither this machine nor others have the model."""
+    model, environment = options.model or stack.model, dict[str, str]()
     is_folder_there = options.model is None and stack.model.startswith("/")
     if is_folder_there and not Path(model).exists():
-        raise StartupError(
-            f"the stack serves {model} of its first machine; copy that to this machine under the same name, and say "
-            "where with --model"
-        )
+        if len(stack.manifest) != DIGEST_BYTES:
+            raise StartupError(
+                f"the stack serves {model} of its first machine, which does not share the files; copy them to this "
+                "machine, and say where with --model"
+            )
+        manifest = fetched_models_folder() / f"{stack.manifest.hex()}.json"
+        environment["COROLLA_MANIFEST"] = str(manifest)
+        model = str(manifest.with_suffix(""))
+        try:
+            Path(model).mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise StartupError(f"cannot make {model}: {failure.strerror}; set COROLLA_CACHE to a folder") from None
     return StackOptions(
         model=model, shared_host=_own_address(options), dtype=stack.dtype or None,
         quantization=stack.quantization or "none", device=options.device or "cpu", num_threads=options.num_threads,
-        log_folder=options.log_folder, grace_s=_GRACE_S, num_servers=1,
+        log_folder=options.log_folder, grace_s=_GRACE_S, num_servers=1, environment=environment,
     )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from corolla.chassis.errors import StartupError
 from corolla.compute.base import RowWork
 from corolla.compute.span_runner import SpanRunner
+from corolla.models.cache_folder import default_cache_folder
 from corolla.models.checkpoint import PROTOCOL_VERSION, Checkpoint
 from corolla.models.edges import load_edges
 from corolla.models.families import short_reason
-from corolla.models.gguf.folder import default_cache_folder
 from corolla.models.product_rule import Way
 from corolla.models.small_copy import SmallCopy, small_config
 from corolla.models.span_model import SpanModel, load_span

@@ -58,6 +58,7 @@ class IssuerServicer:
         return pb.EnrolResponse(
             certificate=machine.certificate.encode(), role=machine.role.value, router=settings.router,
             model=settings.model, dtype=settings.dtype, quantization=settings.quantization,
+            manifest=bytes.fromhex(settings.manifest.stem) if settings.manifest is not None else b"",
         )  # fmt: skip
 
     async def Reach(self, request: pb.ReachRequest, call: Call[Caller]) -> pb.ReachResponse:

@@ -23,5 +23,6 @@ class IssuerSettings(ServiceSettings):
     )
     router: str = Field("127.0.0.1:50050", description="host:port of the router, which machines that join learn.")
     model: str = Field("demo", max_length=1024, description="Model that machines that join serve by default.")
+    manifest: Path | None = Field(None, description="Manifest of that model's files, named by its SHA-256.")
     dtype: str = Field("float32", description="Their type of weights, cache and wire.")
     quantization: str = Field("none", description="Their quantisation of the weights.")

@@ -8,17 +8,25 @@ result to standard output as a line of JSON.
 """
 
 import json
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import StartupError
+from corolla.chassis.loop_thread import LoopThread
 from corolla.local.fork_server import ForkServer
 from corolla.local.log_files import LogFile
+
+if TYPE_CHECKING:
+    from corolla.models.checkpoint import Checkpoint
+    from corolla.models.shared_files import SharedFiles
 
 NAME: Final = "model"
 """The child's name."""
@@ -43,6 +51,7 @@ class ModelFacts:
         missing_bytes: the weights that have still to be fetched.
         disk_bytes: the room for them.
         disk: where they would lie.
+        manifest: the path of the manifest of the model's files, for machines that join; empty if none was made.
     """
 
     name: str
@@ -59,6 +68,7 @@ class ModelFacts:
     missing_bytes: int = 0
     disk_bytes: int = 0
     disk: str = ""
+    manifest: str = ""
 
 
 def facts_of(fork_server: ForkServer, log: LogFile, while_waiting: Callable[[], None]) -> ModelFacts | None:
@@ -89,34 +99,76 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: the model's name or folder; then, if devices are to be counted, their kind, or else nothing; then,
-            for a machine that joins, the dtype and the quantization of the stack: the weights are not fetched.
+            if others may join, the folder for the manifest of the model's files, or else nothing; then, for a machine
+            that joins, the dtype and the quantization of the stack: the weights are not fetched.
     """
-    model, kind, *look = (*arguments, "")[: max(2, len(arguments))]
-    from corolla.models.checkpoint import Checkpoint
-
+    model, kind, manifests, *look = (*arguments, "", "")[: max(3, len(arguments))]
     try:
-        checkpoint = Checkpoint.from_pretrained(model)
-        facts: dict[str, Any] = {"device": kind, "devices": [] if not kind else _devices(kind)}
-        if kind == EITHER:
-            facts["device"] = "cuda" if facts["devices"] else "cpu"
-        if look:
-            facts |= _looked_at(checkpoint, *look)
-        else:
-            # All blocks are fetched, since the servers together hold all of them.
-            checkpoint.fetch()
-            head_blocks = checkpoint.head_blocks()
-            facts |= {
-                "block_weights": checkpoint.vocab_size * checkpoint.hidden_size / head_blocks,
-                "head_blocks": head_blocks,
-            }
-        found = ModelFacts(
-            name=checkpoint.name, num_blocks=checkpoint.num_blocks, model_type=checkpoint.config.model_type, **facts
-        )
+        with _shared_files(model) as shared:
+            found = _facts(model, kind, manifests, look, shared)
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1
     _tell("prepared", **asdict(found))
     return 0
+
+
+def _facts(model: str, kind: str, manifests: str, look: Sequence[str], shared: "SharedFiles | None") -> ModelFacts:
+    from corolla.models.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.from_pretrained(model if shared is None else str(shared.path), shared=shared)
+    facts: dict[str, Any] = {"device": kind, "devices": [] if not kind else _devices(kind)}
+    if kind == EITHER:
+        facts["device"] = "cuda" if facts["devices"] else "cpu"
+    if look:
+        facts |= _looked_at(checkpoint, *look)
+    else:
+        # All blocks are fetched, since the servers together hold all of them.
+        checkpoint.fetch()
+        head_blocks = checkpoint.head_blocks()
+        facts |= {
+            "block_weights": checkpoint.vocab_size * checkpoint.hidden_size / head_blocks,
+            "head_blocks": head_blocks,
+        }
+    if manifests:
+        facts["manifest"] = _manifest(checkpoint, Path(manifests))
+    return ModelFacts(
+        name=checkpoint.name, num_blocks=checkpoint.num_blocks, model_type=checkpoint.config.model_type, **facts
+    )
+
+
+@contextmanager
+def _shared_files(model: str) -> "Iterator[SharedFiles | None]":
+    """Yields the model's files if other machines have them (COROLLA_MANIFEST); None: they are where `model` says."""
+    manifest = os.environ.get("COROLLA_MANIFEST")
+    if not manifest or Path(model) != Path(manifest).with_suffix(""):
+        yield None
+        return
+    from corolla.block_server.model_files import ModelFiles
+    from corolla.wire.network import Network
+
+    os.environ.setdefault(*TLS_1_3_ONLY)
+    tls_dir = os.environ.get("COROLLA_TLS_DIR")
+
+    async def begin() -> ModelFiles:
+        network = Network.from_folder(Path(tls_dir) if tls_dir else None)
+        return ModelFiles(Path(manifest), model, os.environ["COROLLA_ROUTER"], network)
+
+    thread = LoopThread("model files")
+    files = thread.call(begin())
+    try:
+        yield files.find()
+    finally:
+        thread.stop(files.close)
+
+
+def _manifest(checkpoint: "Checkpoint", folder: Path) -> str:
+    from corolla.models.manifest_maker import make_manifest
+
+    try:
+        return str(make_manifest(checkpoint, folder) or "")
+    except OSError as failure:
+        raise StartupError(f"cannot make the manifest of the model's files: {failure}") from None
 
 
 def _looked_at(checkpoint: Any, dtype: str, quantization: str) -> dict[str, Any]:
@@ -132,6 +184,8 @@ def _looked_at(checkpoint: Any, dtype: str, quantization: str) -> dict[str, Any]
         missing = sum(
             snapshot.manifest.files[name].num_bytes for name in names if not (snapshot.folder / name).exists()
         )
+    if checkpoint.shared is not None:
+        missing, disk = checkpoint.shared.num_missing_bytes, checkpoint.files_folder
     return {
         "fingerprint": checkpoint.fingerprint(dtype, quantization),
         "fingerprint_parts": checkpoint.fingerprint_parts(dtype, quantization),

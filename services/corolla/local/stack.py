@@ -76,6 +76,7 @@ class Stack:
         self._environment: dict[str, str] = {}
         self._identities: StackIdentities | None = None
         self._block_weights = 0.0
+        self._issuer: ManagedProcess | None = None
         self._ports = Ports()
         self._stopping = threading.Event()
 
@@ -253,7 +254,9 @@ class Stack:
         if options.state_folder is not None:
             port = ports.choose(options.issuer_port, DEFAULT_ISSUER_PORT, "issuer", options.private_host)
             self.join_address = host_port(options.shared_host, port)
-            planned.append(processes.issuer_process(options, options.state_folder, port, router_port, ports.free()))
+            issuer = processes.issuer_process(options, options.state_folder, port, router_port, ports.free())
+            self._issuer = issuer
+            planned.append(issuer)
         client = processes.client_process(options, client_port, http_port, ports.free())
         self.client_address = client.address
         self.http_address = f"{client.address.rpartition(':')[0]}:{http_port}"
@@ -269,7 +272,7 @@ class Stack:
         if options.redis_url:
             self._check_given_redis(options.redis_url)
         for process in self.processes:
-            if process is not self._router:
+            if process is not self._router and process is not self._issuer:
                 self.launch(process)
         self._fork_server.warm(processes.MODULES_OF_FETCH)
 
@@ -291,8 +294,11 @@ class Stack:
             raise StartupError("the stack was stopped")
         log = LogFile(self.options.log_folder / "model.log")
         log.path.unlink(missing_ok=True)
-        self._report(StackEvent("step", "model", f"opening the model {self.options.model}"))
-        arguments = [self.options.model, *([self.options.device] if self.options.devices_are_counted else [])]
+        folder = self.options.state_folder
+        files = "" if folder is None else ", and preparing its files for machines that join"
+        self._report(StackEvent("step", "model", f"opening the model {self.options.model}{files}"))
+        kind = self.options.device if self.options.devices_are_counted else ""
+        arguments = [self.options.model, kind, "" if folder is None else str(folder / "models")]
         self._fork_server.start(model_fetch.NAME, model_fetch.__name__, arguments, self._environment, log.path)
         self._fork_server.warm(processes.MODULES_OF_ROUTER_AND_CLIENT)
         facts = model_fetch.facts_of(self._fork_server, log, self._check_alive)
@@ -301,7 +307,11 @@ class Stack:
         self.model_name = facts.name
         self._block_weights = facts.block_weights
         self._expect(facts.name, facts.num_blocks)
+        if facts.manifest:
+            self._environment["COROLLA_MANIFEST"] = facts.manifest
         self.launch(self._router)
+        if self._issuer is not None:
+            self.launch(self._issuer)
         if self.options.is_on_cpu:
             modeling = f"transformers.models.{facts.model_type}.modeling_{facts.model_type}"
             self._fork_server.warm([modeling, *processes.MODULES_OF_BLOCK_SERVERS])

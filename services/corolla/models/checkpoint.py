@@ -40,6 +40,7 @@ from corolla.models.quantized.description import (
     Quantization,
     quantization_of,
 )
+from corolla.models.shared_files import SharedFiles
 from corolla.models.tokenizer import PROCESSOR_TEMPLATE_FILE, TEKKEN_FILE, TIKTOKEN_FILE
 from corolla.models.weights import (
     INDEX_FILE,
@@ -144,6 +145,7 @@ class Checkpoint:
         family: the model's row in the table of families.
         shards: maps each stored tensor's name to its shard; empty for a GGUF file.
         snapshot: the source of further shards; None: all shards are in the folder.
+        shared: the source of tensors that this machine lacks; None: it lacks none, or the hub has them.
         gguf: the weights of a GGUF file; None: they are safetensors.
         quantization: how the stored weights are quantised; None: they are not.
         unread: the parts of the model next to its language model, such as a vision tower, which are not read.
@@ -158,6 +160,7 @@ class Checkpoint:
     family: Family
     shards: Mapping[str, Path] = field(repr=False)
     snapshot: HubSnapshot | None = field(default=None, repr=False)
+    shared: SharedFiles | None = field(default=None, repr=False)
     gguf: GgufWeights | None = field(default=None, repr=False)
     quantization: Quantization | None = None
     unread: tuple[str, ...] = ()
@@ -166,12 +169,20 @@ class Checkpoint:
     joins_queries: bool = False
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, *, revision: str | None = None, hub: Hub | None = None) -> "Checkpoint":
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        revision: str | None = None,
+        hub: Hub | None = None,
+        shared: SharedFiles | None = None,
+    ) -> "Checkpoint":
         """Finds and checks a checkpoint. Weights on the hub are fetched when they are opened.
 
         Args:
             name_or_path: `"demo"`, a local folder, a GGUF file (any part of a split one), a hub id such as
                 `Qwen/Qwen3-0.6B`, or a hub id followed by `/` and the name of a GGUF file there.
+            shared: the files at that path, if other machines give this one what it lacks of them.
 
         Raises:
             CheckpointError: the checkpoint is missing, incomplete or damaged, or has only pickled weights.
@@ -182,7 +193,7 @@ class Checkpoint:
         if isinstance(found, str) and (match := _HUB_FILE.fullmatch(found)):
             found = _fetched_gguf(hub or Hub(), match["repository"], match["file"], revision)
         if isinstance(found, Path) and found.is_file():
-            return cls._of_gguf(found)
+            return cls._of_gguf(found, shared)
         snapshot = HubSnapshot.pin(hub or Hub(), found, revision) if isinstance(found, str) else None
         if snapshot is not None and not {_CONFIG_FILE, PARAMS_FILE} & set(snapshot.manifest.files):
             raise CheckpointError(no_weights(snapshot.repository, snapshot.manifest.files))
@@ -197,7 +208,7 @@ class Checkpoint:
             # Wrappers say in several places, or by a default, whether the head is tied; a stored head is not.
             config.tie_word_embeddings = not any(each.startswith("lm_head.") for each in text_names(index))
         checkpoint = cls(
-            name, folder, config, family, index, snapshot,
+            name, folder, config, family, index, snapshot, shared,
             quantization=quantization, unread=unread,
             has_transposed_experts=text.has_transposed_experts, is_mistral_format=_is_mistral_format(folder),
             joins_queries=text.joins_queries,
@@ -209,13 +220,13 @@ class Checkpoint:
         return checkpoint
 
     @classmethod
-    def _of_gguf(cls, path: Path) -> "Checkpoint":
+    def _of_gguf(cls, path: Path, shared: SharedFiles | None) -> "Checkpoint":
         header = read_header_of_gguf(path)
         folder = settings_folder(header)
         config, _, _ = _read_config(folder)
         setattr(config, GGUF_FILE, str(path))
         weights = GgufWeights(path, header, config)
-        return cls(weights.name, folder, config, family_of(config), {}, gguf=weights)
+        return cls(weights.name, folder, config, family_of(config), {}, shared=shared, gguf=weights)
 
     @property
     def weight_index(self) -> Mapping[str, Path]:
@@ -344,6 +355,17 @@ class Checkpoint:
         if self.snapshot is not None:
             wanted = self.weight_index if names is None else names
             self.snapshot.fetch({self.weight_index[name].name for name in wanted})
+        if self.shared is not None:
+            self.shared.fetch(self._places(self.weight_index if names is None else names))
+
+    def _places(self, names: Iterable[str]) -> Iterator[tuple[Path, int, int]]:
+        """Yields file, first byte and length of each of these tensors, by their stored names."""
+        if self.gguf is not None:
+            for name in names:
+                yield from ((each.path, each.offset, each.num_bytes) for each in self.gguf.tensors.stored(name))
+        else:
+            for name, held in self.stored(names).items():
+                yield self.weight_index[name], held.offset, held.num_bytes
 
     def stored(self, names: Iterable[str]) -> dict[str, StoredTensor]:
         """The places of those tensors whose safetensors files are here and can be read, by their stored names."""
@@ -442,8 +464,7 @@ class Checkpoint:
         """
         digest = hashlib.sha256()
         checksums: dict[str, int] = {}
-        for fact in self._facts_of_weights:
-            digest.update(fact)
+        digest.update(self.weights_identity)
         if self.gguf is not None:
             return digest.digest(), checksums
         for name in _SETTINGS_FILES:
@@ -458,14 +479,32 @@ class Checkpoint:
         return digest.digest(), checksums
 
     @functools.cached_property
-    def _facts_of_weights(self) -> tuple[bytes, ...]:
-        """Bytes that identify the weights; in a GGUF file, also configuration, tokenizer and template."""
+    def weights_identity(self) -> bytes:
+        """The digest that identifies the weights; in a GGUF file, also configuration, tokenizer and template."""
+        if self.shared is not None:
+            return bytes.fromhex(self.shared.manifest.identity)
+        facts: Iterable[bytes]
         if self.gguf is not None:
             # The folder is made from the GGUF file, so facts about the file cover the folder.
-            return tuple(self.gguf.facts(_SAMPLE_BYTES))
-        if self.snapshot is not None:
-            return tuple(self.snapshot.identity(self.weight_index))
-        return tuple(sample_bytes(self.weight_index, _SAMPLE_BYTES))
+            facts = self.gguf.facts(_SAMPLE_BYTES)
+        elif self.snapshot is not None:
+            facts = self.snapshot.identity(self.weight_index)
+        else:
+            facts = sample_bytes(self.weight_index, _SAMPLE_BYTES)
+        digest = hashlib.sha256()
+        for fact in facts:
+            digest.update(fact)
+        return digest.digest()
+
+    @property
+    def is_of_hub(self) -> bool:
+        """The weights come from the hub, now or earlier into its cache."""
+        return self.snapshot is not None or _REVISION_FOLDER.fullmatch(self.files_folder.as_posix()) is not None
+
+    @property
+    def files_folder(self) -> Path:
+        """The folder of the files as they were given, the GGUF file's included."""
+        return self.folder if self.gguf is None else self.gguf.path.parent
 
     def _facts_of(self, name: str) -> dict[str, Any]:
         """What a settings file says that changes results; defaults of sampling do not, since callers choose."""
@@ -487,7 +526,7 @@ class Checkpoint:
         contents = dict(self._content[1])
         stored_template = contents.pop("chat_template.jinja", 0)
         parts = {
-            "weights": b"".join(self._facts_of_weights).hex(),
+            "weights": self.weights_identity.hex(),
             "configuration": self._facts_of("config.json"),
             "tokenizer": [tokenizer, contents],
             "template": [template, stored_template],

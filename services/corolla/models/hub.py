@@ -389,7 +389,7 @@ class HubSnapshot:
             HubUnavailable: the hub cannot be reached, and the cache lacks a file.
         """
         snapshot = cls(hub, repository, hub.manifest(repository, revision))
-        snapshot.fetch({name for name in snapshot.manifest.files if _is_small(name)})
+        snapshot.fetch({name for name in snapshot.manifest.files if is_small(name)})
         return snapshot
 
     def weight_index(self) -> dict[str, Path]:
@@ -527,7 +527,7 @@ def _stamp_of(path: Path) -> Stamp | None:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _is_small(name: str) -> bool:
+def is_small(name: str) -> bool:
     """Configuration, tokenizer and chat template are needed in addition to the weights."""
     path = PurePosixPath(name)
     if path.name.endswith(".index.json"):

@@ -56,6 +56,7 @@ FRAMES: Final[Mapping[type[Message], frozenset[Role]]] = MappingProxyType(
         pb.Handover: frozenset({_BLOCK}),
         pb.HandoverTokens: frozenset({_BLOCK}),
         pb.Meet: frozenset({_BLOCK}),
+        pb.Fetch: frozenset({_BLOCK}),
     }
 )
 """The allowed senders of each kind of frame that a block server accepts."""

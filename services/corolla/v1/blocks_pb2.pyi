@@ -100,6 +100,12 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     """
     FRAME_KIND_MET: _FrameKind.ValueType  # 27
     """Met, answer to Meet"""
+    FRAME_KIND_FETCH: _FrameKind.ValueType  # 24
+    """Of a model's files, on a stream without a client id:
+    Fetch
+    """
+    FRAME_KIND_PART: _FrameKind.ValueType  # 25
+    """Part, answer to Fetch, payload: the part's bytes"""
 
 class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper): ...
 
@@ -160,6 +166,12 @@ Meet
 """
 FRAME_KIND_MET: FrameKind.ValueType  # 27
 """Met, answer to Meet"""
+FRAME_KIND_FETCH: FrameKind.ValueType  # 24
+"""Of a model's files, on a stream without a client id:
+Fetch
+"""
+FRAME_KIND_PART: FrameKind.ValueType  # 25
+"""Part, answer to Fetch, payload: the part's bytes"""
 Global___FrameKind: _TypeAlias = FrameKind  # noqa: Y015
 
 class _TensorType:
@@ -1808,6 +1820,62 @@ class Met(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Met: _TypeAlias = Met  # noqa: Y015
+
+@_typing.final
+class Fetch(_message.Message):
+    """Asks for a part of the model's files. Files are named by their numbers in the manifest, so no name of a file is sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    FILE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    manifest: _builtins.bytes
+    """The SHA-256 of the manifest."""
+    file: _builtins.int
+    """0: the manifest itself; otherwise the number of the file in the manifest, counted from 1."""
+    part: _builtins.int
+    """The number of the part, of 1 MiB each, counted from 0."""
+    def __init__(
+        self,
+        *,
+        manifest: _builtins.bytes = ...,
+        file: _builtins.int = ...,
+        part: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "manifest", b"manifest", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    IS_ABSENT_FIELD_NUMBER: _builtins.int
+    file: _builtins.int
+    part: _builtins.int
+    is_absent: _builtins.bool
+    """Whether this server lacks the part; the payload is then empty."""
+    def __init__(
+        self,
+        *,
+        file: _builtins.int = ...,
+        part: _builtins.int = ...,
+        is_absent: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "is_absent", b"is_absent", "part", b"part"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class GetBlockServerStatusRequest(_message.Message):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/issuer.proto\x12\ncorolla.v1\"\x11\n\x0fGetTrustRequest\"Z\n\x10GetTrustResponse\x12\x11\n\tauthority\x18\x01 \x01(\x0c\x12\x13\n\x0brevocations\x18\x02 \x01(\x0c\x12\r\n\x05now_s\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\"D\n\x0c\x45nrolRequest\x12\x12\n\npublic_key\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\r\n\x05token\x18\x03 \x01(\t\"C\n\x0cReachRequest\x12\x12\n\npublic_key\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x0c\n\x04port\x18\x03 \x01(\r\"*\n\rReachResponse\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0b\n\x03met\x18\x02 \x01(\x08\"v\n\rEnrolResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t2\xd2\x01\n\rIssuerService\x12\x45\n\x08GetTrust\x12\x1b.corolla.v1.GetTrustRequest\x1a\x1c.corolla.v1.GetTrustResponse\x12<\n\x05\x45nrol\x12\x18.corolla.v1.EnrolRequest\x1a\x19.corolla.v1.EnrolResponse\x12<\n\x05Reach\x12\x18.corolla.v1.ReachRequest\x1a\x19.corolla.v1.ReachResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63orolla/v1/issuer.proto\x12\ncorolla.v1\"\x11\n\x0fGetTrustRequest\"Z\n\x10GetTrustResponse\x12\x11\n\tauthority\x18\x01 \x01(\x0c\x12\x13\n\x0brevocations\x18\x02 \x01(\x0c\x12\r\n\x05now_s\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\"D\n\x0c\x45nrolRequest\x12\x12\n\npublic_key\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\r\n\x05token\x18\x03 \x01(\t\"C\n\x0cReachRequest\x12\x12\n\npublic_key\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\x12\x0c\n\x04port\x18\x03 \x01(\r\"*\n\rReachResponse\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0b\n\x03met\x18\x02 \x01(\x08\"\x88\x01\n\rEnrolResponse\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06router\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x14\n\x0cquantization\x18\x06 \x01(\t\x12\x10\n\x08manifest\x18\x07 \x01(\x0c\x32\xd2\x01\n\rIssuerService\x12\x45\n\x08GetTrust\x12\x1b.corolla.v1.GetTrustRequest\x1a\x1c.corolla.v1.GetTrustResponse\x12<\n\x05\x45nrol\x12\x18.corolla.v1.EnrolRequest\x1a\x19.corolla.v1.EnrolResponse\x12<\n\x05Reach\x12\x18.corolla.v1.ReachRequest\x1a\x19.corolla.v1.ReachResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,8 +41,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REACHREQUEST']._serialized_end=287
   _globals['_REACHRESPONSE']._serialized_start=289
   _globals['_REACHRESPONSE']._serialized_end=331
-  _globals['_ENROLRESPONSE']._serialized_start=333
-  _globals['_ENROLRESPONSE']._serialized_end=451
-  _globals['_ISSUERSERVICE']._serialized_start=454
-  _globals['_ISSUERSERVICE']._serialized_end=664
+  _globals['_ENROLRESPONSE']._serialized_start=334
+  _globals['_ENROLRESPONSE']._serialized_end=470
+  _globals['_ISSUERSERVICE']._serialized_start=473
+  _globals['_ISSUERSERVICE']._serialized_end=683
 # @@protoc_insertion_point(module_scope)

@@ -156,6 +156,7 @@ class EnrolResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
     certificate: _builtins.bytes
     """The caller's certificate, in PEM."""
     role: _builtins.str
@@ -167,6 +168,10 @@ class EnrolResponse(_message.Message):
     dtype: _builtins.str
     """The dtype and quantization of the stack's block servers, as in COROLLA_DTYPE and COROLLA_QUANTIZATION."""
     quantization: _builtins.str
+    manifest: _builtins.bytes
+    """The SHA-256 of the manifest of the model's files, which block servers give to those that lack them; empty: a machine
+    that joins must have the model, or fetch it from the hub.
+    """
     def __init__(
         self,
         *,
@@ -176,10 +181,11 @@ class EnrolResponse(_message.Message):
         model: _builtins.str = ...,
         dtype: _builtins.str = ...,
         quantization: _builtins.str = ...,
+        manifest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "dtype", b"dtype", "model", b"model", "quantization", b"quantization", "role", b"role", "router", b"router"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificate", b"certificate", "dtype", b"dtype", "manifest", b"manifest", "model", b"model", "quantization", b"quantization", "role", b"role", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,10 @@ class RenewedStream:
     def heard_s(self) -> float:
         return max(connection.heard_s for connection in self._connections())
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        return self._num_waiting_bytes + sum(connection.num_waiting_bytes for connection in self._connections())
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if isinstance(control, pb.Hello):
             self._hello.CopyFrom(control)

@@ -185,6 +185,10 @@ class Stream(Protocol):
     def peer(self) -> Workload | None:
         """The identity of the other end; None without mutual TLS."""
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """The bytes that wait in this process until the other end takes them; 0 once the stream has ended."""
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         """Writes a frame as soon as the stream is open. Frames are dropped once it has ended, which `ended` reports.
 
@@ -266,6 +270,14 @@ class FrameStream(asyncio.BufferedProtocol):
     def heard_s(self) -> float:
         return self._heard_s
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        if self._state is StreamState.ENDED:
+            return 0
+        if self._transport is None:
+            return self._num_unsent_bytes
+        return self._num_unsent_bytes + self._num_held_bytes + self._transport.get_write_buffer_size()
+
     def send(self, control: Message, payload: Buffer = b"") -> None:
         if self._end is not None or self._state not in (StreamState.GREETING, StreamState.OPEN):
             return
@@ -274,10 +286,7 @@ class FrameStream(asyncio.BufferedProtocol):
             return
         parts = encode(control, payload)
         num_bytes = sum(map(len, parts))
-        num_waiting_bytes = self._num_unsent_bytes
-        if transport is not None:
-            num_waiting_bytes += self._num_held_bytes + transport.get_write_buffer_size()
-        if num_waiting_bytes + num_bytes > self._limits.max_waiting_bytes:
+        if self.num_waiting_bytes + num_bytes > self._limits.max_waiting_bytes:
             raise QueueFull("the other end of a stream does not read what it is sent")
         if transport is not None and self._state is StreamState.OPEN:
             self._write(transport, parts)

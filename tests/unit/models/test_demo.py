@@ -10,10 +10,10 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from corolla.models.cache_folder import default_cache_folder
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.demo import demo_checkpoint
 from corolla.models.edges import load_edges
-from corolla.models.gguf.folder import default_cache_folder
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.architecture.sources import ROOT

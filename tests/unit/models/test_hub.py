@@ -465,7 +465,7 @@ def test_the_local_stack_fetches_all_before_it_starts(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert model_fetch.main([REPOSITORY]) == 0
+    assert model_fetch.main([REPOSITORY, ""]) == 0
     assert '"num_blocks": 8' in capsys.readouterr().out
     assert server.sent_shards() == sorted(path.name for path in server.folder.glob("*.safetensors"))
 

@@ -12,7 +12,7 @@ from corolla.wire.frames import CONTROL_CLASSES
 OF_STREAMS = {blocks_pb2.Ping, blocks_pb2.Pong, blocks_pb2.End, blocks_pb2.GoAway}
 ANSWERS = {
     blocks_pb2.Welcome, blocks_pb2.Opened, blocks_pb2.Result, blocks_pb2.Fault, blocks_pb2.Moved,
-    blocks_pb2.HandoverAnswer, blocks_pb2.Met,
+    blocks_pb2.HandoverAnswer, blocks_pb2.Met, blocks_pb2.Part,
 }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ here is refused, since texts would become other tokens.
 """
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_TOKENIZER_MAPPING
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models.cache_folder import default_cache_folder
 from corolla.models.gguf.description import END_TEXTS, configuration, end_token_ids, token_id_of
 from corolla.models.gguf.header import GgufHeader
 from corolla.models.gguf.pre_tokenizers import BEGUN, SPLITS, WHOLE
@@ -29,14 +29,6 @@ from corolla.models.tokenizer import tokenizer_of_pieces
 _VERSION: Final = 3
 _FILE_MODE: Final = 0o644
 _FOLDER_MODE: Final = 0o755
-
-
-def default_cache_folder() -> Path:
-    """The folder for what is made from models: `$COROLLA_CACHE`, `$XDG_CACHE_HOME/corolla` or `~/.cache/corolla`."""
-    if own := os.environ.get("COROLLA_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "corolla"
 
 
 def settings_folder(header: GgufHeader) -> Path:

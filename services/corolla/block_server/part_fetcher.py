@@ -1,0 +1,247 @@
+"""Fetches parts of the model's files from other block servers, from several at a time.
+
+Nothing that they send is believed before its checksum was compared. A server that sends something else is not asked
+again. One that is lost, or lacks what is wanted, is left, and the others send the rest.
+"""
+
+import asyncio
+import hashlib
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+from corolla.block_server.part_sender import MOST_ASKED
+from corolla.chassis.errors import CorollaError, StartupError
+from corolla.models.model_manifest import MOST_MANIFEST_BYTES, PART_BYTES, PartNumber
+from corolla.models.shared_files import MANIFEST, SharedFiles
+from corolla.v1 import blocks_pb2 as pb
+from corolla.v1 import router_pb2
+from corolla.wire.frames import Buffer, Frame
+from corolla.wire.stream import Connect, Receiver, Stream, StreamEnd, between_servers
+
+log = logging.getLogger(__name__)
+
+_MOST_PEERS: Final = 4
+_MOST_FRAME_BYTES: Final = PART_BYTES + (64 << 10)
+
+_Result = TypeVar("_Result")
+FindPeers = Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
+
+
+class PartFetcher:
+    """Fetches parts of the files of one manifest. The event loop makes it; `get` and `manifest` are for threads.
+
+    Args:
+        digest: the SHA-256 of the manifest.
+        find_peers: asks the router for the model's block servers.
+        connect: begins streams to them.
+        part_timeout_s: a server that computes sends slowly; one that sends nothing for so long is left.
+        retry_s: how long nothing is tried after all servers have failed.
+    """
+
+    def __init__(
+        self,
+        digest: bytes,
+        find_peers: FindPeers,
+        connect: Connect,
+        *,
+        part_timeout_s: float = 30.0,
+        retry_s: float = 0.5,
+    ) -> None:
+        self._part_timeout_s = part_timeout_s
+        self._retry_s = retry_s
+        self._digest = digest
+        self._find_peers = find_peers
+        self._connect = connect
+        self._loop = asyncio.get_running_loop()
+        self._running: set[Future[Any]] = set()
+        self._is_stopped = False
+        self._liars: set[str] = set()
+        self._is_waiting = False
+
+    def get(self, files: SharedFiles, numbers: Sequence[PartNumber]) -> None:
+        """Gets these parts, however long that takes. Raises StartupError if this process ends meanwhile."""
+        self._wait_for(self._get(files, deque(numbers)))
+
+    def manifest(self) -> bytes:
+        """Gets the manifest itself. Raises as `get` does."""
+        return self._wait_for(self._get_manifest())
+
+    def stop(self) -> None:
+        """Ends what the threads wait for."""
+        self._is_stopped = True
+        for future in list(self._running):
+            future.cancel()
+
+    def _wait_for(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._running.add(future)
+        if self._is_stopped:
+            future.cancel()
+        try:
+            return future.result()
+        except CancelledError:
+            raise StartupError("this process ends before it has all of the model's files") from None
+        finally:
+            self._running.discard(future)
+
+    async def _get(self, files: SharedFiles, wanted: deque[PartNumber]) -> None:
+        while wanted:
+            num_wanted = len(wanted)
+            links = await self._links()
+            try:
+                workers = (self._take_parts(link, files, wanted) for link in links for _ in range(MOST_ASKED))
+                await asyncio.gather(*workers)
+            finally:
+                for link in links:
+                    link.stream.close()
+            if len(wanted) == num_wanted:
+                await asyncio.sleep(self._retry_s)
+
+    async def _take_parts(self, link: "_Link", files: SharedFiles, wanted: deque[PartNumber]) -> None:
+        while wanted and not link.is_over:
+            number, is_taken = wanted.popleft(), False
+            try:
+                content = await link.ask(number)
+                if content is not None:
+                    is_taken = await asyncio.to_thread(files.take, number, content)
+                    if not is_taken:
+                        self._leave_liar(link)
+            finally:
+                if not is_taken:
+                    wanted.append(number)
+
+    async def _get_manifest(self) -> bytes:
+        while True:
+            links = await self._links()
+            try:
+                for link in links:
+                    content = await self._manifest_from(link)
+                    digest = await asyncio.to_thread(hashlib.sha256, content)
+                    if digest.digest() == self._digest:
+                        return content
+                    if not link.is_over:
+                        self._leave_liar(link)
+            finally:
+                for link in links:
+                    link.stream.close()
+            await asyncio.sleep(self._retry_s)
+
+    async def _manifest_from(self, link: "_Link") -> bytes:
+        content = bytearray()
+        while len(content) < MOST_MANIFEST_BYTES:
+            part = await link.ask(PartNumber(MANIFEST, len(content) // PART_BYTES))
+            content += part or b""
+            if part is None or len(part) < PART_BYTES:
+                break
+        return bytes(content)
+
+    async def _links(self) -> "list[_Link]":
+        """Begins streams to servers that may have the files; if there are none, waits for one."""
+        while True:
+            try:
+                placed = await self._find_peers()
+            except CorollaError:
+                placed = ()
+            peers = [
+                each.server
+                for each in placed
+                if each.state != router_pb2.SERVER_STATE_JOINING and each.server.address not in self._liars
+            ]
+            if peers:
+                self._is_waiting = False
+                chosen = random.sample(peers, min(_MOST_PEERS, len(peers)))  # spreads the work, and guards nothing
+                return [
+                    _Link(self._connect, each, self._digest, self._part_timeout_s, self._leave_liar) for each in chosen
+                ]
+            if not self._is_waiting:
+                log.warning("waiting for a block server that has the model's files")
+                self._is_waiting = True
+            await asyncio.sleep(self._retry_s)
+
+    def _leave_liar(self, link: "_Link") -> None:
+        log.error("a block server sent other bytes than the manifest says", extra={"address": link.address})
+        self._liars.add(link.address)
+        link.fail()
+
+
+class _Link:
+    """A stream on which parts are asked for.
+
+    Args:
+        timeout_s: how long a part may take.
+        on_lie: is called if the server sends what was not asked for.
+
+    Attributes:
+        is_over: nothing more is asked for here.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        server: router_pb2.ServerDescription,
+        digest: bytes,
+        timeout_s: float,
+        on_lie: Callable[["_Link"], None],
+    ) -> None:
+        self.address = server.address
+        self.is_over = False
+        self._digest = digest
+        self._timeout_s = timeout_s
+        self._on_lie = on_lie
+        self._asked: dict[PartNumber, asyncio.Future[Buffer | None]] = {}
+        self.stream: Stream = connect(
+            server.address, self._accept, replace(between_servers(), max_frame_bytes=_MOST_FRAME_BYTES)
+        )
+        self.stream.ended.add_done_callback(self._on_ended)
+        self.stream.send(pb.Hello(fingerprint=server.fingerprint))
+
+    async def ask(self, number: PartNumber) -> Buffer | None:
+        """The bytes of a part, which nothing has checked. None: the server lacks it, is lost or silent."""
+        if self.is_over:
+            return None
+        answer: asyncio.Future[Buffer | None] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        self.stream.send(pb.Fetch(manifest=self._digest, file=number.file, part=number.part))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                content = await answer
+        except TimeoutError:
+            content = None
+        if content is None:
+            self.fail()
+        return content
+
+    def fail(self) -> None:
+        """Ends the stream, and what is asked for. What still arrives does not count, since it may only be late."""
+        if self.is_over:
+            return
+        self.is_over = True
+        self.stream.abort()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_result(None)
+        self._asked.clear()
+
+    def _accept(self, stream: Stream) -> Receiver:
+        return self._receive
+
+    def _receive(self, frame: Frame) -> None:
+        match frame.control:
+            case pb.Welcome():
+                return
+            case pb.Part(file=file, part=part, is_absent=is_absent):
+                number = PartNumber(file, part)
+                if number in self._asked and len(frame.payload) <= PART_BYTES:
+                    if not (answer := self._asked.pop(number)).done():
+                        answer.set_result(None if is_absent else frame.payload)
+                    return
+        if not self.is_over:
+            self._on_lie(self)
+
+    def _on_ended(self, ended: "asyncio.Future[StreamEnd]") -> None:
+        self.fail()
