@@ -1,10 +1,12 @@
 """A decode step of blocks by the family's own code beside the way that a server takes, for kinds of blocks.
 
     python -m benchmarks.kinds_of_blocks --rows 1 8
+    python -m benchmarks.kinds_of_blocks --kinds deepseek_v2_lite --long 8000
 
 Four small random blocks of each kind, one thread, 128 tokens before the first step; times are processor time of that
 thread. Both sides take each step in turn, and the ratio is formed within the step. Kinds that no whole blocks run are
-fused modules; a kind whose ratio is 1 needs none.
+fused modules; a kind whose ratio is 1 needs none. With `--long`, a server's way with so many tokens stands next to the
+same way with 128. What the sessions hold is random then.
 """
 
 import argparse
@@ -53,13 +55,25 @@ KINDS: Final = {
     "glm4": _Kind("glm4"),
     "float16": _Kind("llama", torch.float16),
     "int8 caches": _Kind("llama", kv_cache_dtype="int8"),
-}
+    # Fewer experts, of which a token gets as many.
+    "deepseek_v2_lite": _Kind(
+        "deepseek_v2",
+        changes={
+            "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 8, "num_experts_per_tok": 6,
+            "n_shared_experts": 2, "topk_method": "greedy", "first_k_dense_replace": 1,
+            "max_position_embeddings": 1 << 15,
+        },
+    ),
+}  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="sessions of a step")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[name for name in KINDS if "lite" not in name])
+    parser.add_argument("--long", type=int, help="tokens of a long text")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
@@ -70,7 +84,13 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             path = make_tiny_checkpoint(
                 kind.family, Path(folder) / "model", num_blocks=len(_SPAN), config_changes={**_SHAPE, **kind.changes}
             )
-            sides = [_runner(Checkpoint.from_pretrained(str(path)), kind, is_fused=each) for each in (True, False)]
+            ways = (True,) if options.long else (True, False)
+            sides = [_runner(Checkpoint.from_pretrained(str(path)), kind, is_fused=each) for each in ways]
+        if options.long:
+            ratios = list(_long_ratios(sides[0], options.long, options.steps))[_WARM_UP_STEPS:]
+            what = f"a step that holds {options.long} tokens / one that holds {_HELD_TOKENS}"
+            yield figure(f"{name}, {sides[0].kernel_choices.blocks}: {what}", "x", ratios)
+            continue
         for num_rows in options.rows:
             ratios = list(_ratios(sides, num_rows, options.steps))[_WARM_UP_STEPS:]
             yield figure(f"{name}, {num_rows} rows: family's own / {sides[0].kernel_choices.blocks}", "x", ratios)
@@ -79,6 +99,27 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
 def _runner(checkpoint: Checkpoint, kind: _Kind, *, is_fused: bool) -> SpanRunner:
     model = load_span(checkpoint, _SPAN, dtype=kind.dtype)
     return SpanRunner(model, is_fused=is_fused, kv_cache_dtype=kind.kv_cache_dtype)
+
+
+def _long_ratios(runner: SpanRunner, num_tokens: int, num_steps: int) -> Iterator[float]:
+    hidden = torch.randn(1, runner.model.hidden_size)
+    lengths, caches = (_HELD_TOKENS, num_tokens), [runner.new_cache() for _ in range(2)]
+    for length, cache in zip(lengths, caches, strict=True):
+        cache.reserve(length + num_steps)
+        runner.forward([RowWork(cache, 0, 1)], hidden, _SPAN)
+        cache.prepare(1, length - 1)
+        cache.commit(length)
+    for layer in range(len(_SPAN)):
+        for numbers in runner.store.layer(layer):
+            numbers.normal_()
+    for step in range(num_steps):
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if step % 2 else (1, 0):
+            row = RowWork(caches[which], lengths[which] + step, 1)
+            began_s = time.thread_time()
+            runner.forward([row], hidden, _SPAN)
+            seconds[which] = time.thread_time() - began_s
+        yield seconds[1] / seconds[0]
 
 
 def _ratios(sides: Sequence[SpanRunner], num_rows: int, num_steps: int) -> Iterator[float]:

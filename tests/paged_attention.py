@@ -27,6 +27,17 @@ class PagedDefinition(PagedTriton):
         keys, values = (part.view(-1, tables.page_tokens, *part.shape[1:]) for part in (keys, values))
         return _attended(given, keys, values, tables)
 
+    def attend_to_latents(self, batch: AttentionBatch, layer: int, query: Tensor, scaling: float) -> Tensor:
+        latents, rotated = batch.store.layer(layer)
+        # The kernel reads these numbers without a look at strides.
+        assert query.is_contiguous()
+        assert query.shape[2] == latents.shape[2] + rotated.shape[2]
+        (tables,) = batch.prepared[batch.store.group_of(layer)]
+        keys, values = (
+            part.view(-1, tables.page_tokens, *part.shape[1:]) for part in (torch.cat((latents, rotated), -1), latents)
+        )
+        return _attended(LayerInput(layer, query, latents, rotated, scaling), keys, values, tables)
+
 
 def _attended(given: LayerInput, keys: Tensor, values: Tensor, tables: PageTables) -> Tensor:
     """`[N, heads, head_dim]`; keys and values are `[pages, page tokens, key heads, head_dim]`."""

@@ -23,6 +23,7 @@ class PagedTexts:
         head: the size of a head.
         dtype: the dtype of all numbers.
         codec: stores keys and values on the pages; the texts have the numbers that it gives back. None: there is none.
+        rotated: how many numbers of a key lie in the place of its value, as in multi-latent attention; 0: a value does.
     """
 
     def __init__(
@@ -33,24 +34,28 @@ class PagedTexts:
         head: int,
         dtype: torch.dtype,
         codec: KVCodec | None = None,
+        rotated: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         num_heads, self.num_key_heads = heads
 
-        def draw(length: int, count: int) -> Tensor:
-            return torch.randn(length, count, head, generator=generator, device="cpu").to(DEVICE, dtype)
+        def draw(length: int, count: int, size: int) -> Tensor:
+            return torch.randn(length, count, size, generator=generator, device="cpu").to(DEVICE, dtype)
 
-        def drawn(length: int) -> Tensor:
-            numbers = draw(length, heads[1])
+        def drawn(length: int, size: int) -> Tensor:
+            numbers = draw(length, heads[1], size)
             return numbers if codec is None else codec.decode(codec.encode(numbers))
 
-        self.page_tokens, self.head, self._codec = page_tokens, head, codec
-        self.texts = [(draw(n, num_heads), drawn(n), drawn(n)) for n in lengths]
+        self.page_tokens, self.head, self._codec, self._rotated = page_tokens, head, codec, rotated
+        self.texts = [(draw(n, num_heads, head + rotated), drawn(n, head), drawn(n, rotated or head)) for n in lengths]
         counts = [-(-n // page_tokens) for n in lengths]
         order = torch.randperm(sum(counts) + 1, generator=generator, device="cpu")[1:].tolist()
         self._pages: list[list[int]] = [[order.pop() for _ in range(count)] for count in counts]
-        nothing = torch.full(((sum(counts) + 1) * page_tokens, heads[1], head), torch.nan, dtype=dtype)
-        self.keys, self.values = (self._stored(nothing).clone() for _ in range(2))
+        num_slots = (sum(counts) + 1) * page_tokens
+        self.keys, self.values = (
+            self._stored(torch.full((num_slots, heads[1], size), torch.nan, dtype=dtype)).clone()
+            for size in (head, rotated or head)
+        )
 
     def step(
         self,
@@ -90,6 +95,8 @@ class PagedTexts:
     def definition(self, text: int, window: int | None, softcap: float | None, sinks: Tensor | None = None) -> Tensor:
         """A text's attention by its definition, float64 `[T, heads, head_dim]`."""
         query, keys, values = (part.double() for part in self.texts[text])
+        if self._rotated:
+            keys, values = torch.cat((keys, values), dim=-1), keys
         groups = query.shape[1] // self.num_key_heads
         keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query, keys) * self.head**-0.5

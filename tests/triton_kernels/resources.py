@@ -32,7 +32,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend_by(head: int, dtype: torch.dtype) -> None:
-    """Attends for a single token, and for a chunk, with bounded scores and a window."""
+    """Attends for a single token, and for a chunk, with bounded scores and a window, and to latents."""
     one, two = (empty(count, dtype=torch.int32) for count in (1, 2))
     pages = empty(PAGE_TOKENS, 2, head, dtype=dtype)
     for num_queries in (1, PAGE_TOKENS):
@@ -42,6 +42,9 @@ def attend_by(head: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
         query = empty(num_queries, 4, head, dtype=dtype)
         attend(query, pages, pages, tables, scaling=0.1, window=4096, softcap=50.0)
+        # Multi-latent attention, with the sizes of DeepSeek-V3.
+        latents, rotated = (empty(PAGE_TOKENS, 1, size, dtype=dtype) for size in (512, 64))
+        attend(empty(num_queries, 128, 576, dtype=dtype), latents, rotated, tables, scaling=0.1)
 
 
 def multiply_all(dtype: torch.dtype) -> None:

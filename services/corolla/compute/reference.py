@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.cache.states import LayerState
 from corolla.compute.attention.base import AttentionBatch, PackedRow
-from corolla.compute.attention.latents import EXPANDED, LATENT, PackedLatents, leave_latents
+from corolla.compute.attention.latents import EXPANDED, LATENT, PICKED, PackedLatents, leave_latents
 from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.models.adapters.products import AdapterStacks
+from corolla.models.families import index_head_size
 from corolla.models.span_model import SpanModel
 from corolla.wire.span import Span
 
@@ -60,18 +61,23 @@ class FamilyRows(Blocks):
     Args:
         model: the span.
         stacks: the stacked copies of adapters.
+        is_exact: whether results have transformers' bits; otherwise short steps attend to latents themselves where an
+            index picks tokens.
     """
 
-    name: Final = "family"
+    name = "family"
 
-    def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
+    def __init__(self, model: SpanModel, stacks: AdapterStacks, *, is_exact: bool = True) -> None:
         super().__init__(stacks, model.device)
         self._model = model
         self._cache_of: Callable[..., _RowCache] = _RowCache
-        if model.family.past.picks_tokens:
-            config: Any = model.config
-            size = max(config.qk_rope_head_dim, config.index_head_dim)
-            self._cache_of = functools.partial(_IndexedRowCache, head_size=size)
+        past = model.family.past
+        if past.picks_tokens:
+            self._cache_of = functools.partial(_IndexedRowCache, head_size=index_head_size(model.config))
+        if past.picks_tokens and past.caches_latents and not is_exact:
+            leave_latents(model.modules())
+            model.set_attention(PICKED)
+            self.name = "latents"
 
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""
@@ -202,7 +208,8 @@ class _RowCache(Cache):
 class _IndexedRowCache(_RowCache):
     """Like `_RowCache`, for blocks with an index, which picks the tokens that a token attends to.
 
-    Keys of the index are a second head next to the rotated part of latents, and the shorter of both is padded.
+    Keys of the index are one more head next to those of values, or to the rotated part of latents, and the shorter of
+    both is padded.
 
     Args:
         head_size: the larger of the two.
@@ -212,30 +219,32 @@ class _IndexedRowCache(_RowCache):
     def __init__(self, *others: Any, head_size: int) -> None:
         super().__init__(*others)
         self._head_size = head_size
+        self.layers = [_IndexedLayer(self, layer) for layer in range(len(self.layers))]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores latents `key_states` and their rotated part `value_states`, `[1, 1, T, size]` each.
+        """Stores keys and values, or latents and their rotated parts, `[1, heads, T, size]` each.
 
         Returns:
-            Those of all tokens of the text, `[1, 1, tokens, size]` each.
+            Those of all tokens of the text, `[1, heads, tokens, size]` each.
         """
         store, slots = self._batch.store, self._batch.slots(layer_idx, key_states.device)
-        latents, rotated = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        padded = self._padded(rotated)
-        keys, values = store.layer_like(layer_idx, latents, padded.expand(-1, 2, -1))
-        keys.index_copy_(0, slots, store.encoded(latents))
-        values[:, :1].index_copy_(0, slots, store.encoded(padded))
-        held_latents, held = self._gathered(layer_idx)
-        return held_latents.unsqueeze(0), held[None, :1, :, : rotated.shape[-1]]
+        key, value = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        num_heads, size = value.shape[1:]
+        padded = self._padded(value)
+        keys, values = store.layer_like(layer_idx, key, padded[:, :1].expand(-1, num_heads + 1, -1))
+        keys.index_copy_(0, slots, store.encoded(key))
+        values[:, :num_heads].index_copy_(0, slots, store.encoded(padded))
+        held_keys, held = self._gathered(layer_idx)
+        return held_keys.unsqueeze(0), held[None, :num_heads, :, :size]
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Stores keys of the index, `[1, T, size]`. Returns those of all tokens of the text, `[1, tokens, size]`."""
         store, slots = self._batch.store, self._batch.slots(layer_idx, indexer_key_states.device)
         padded = self._padded(indexer_key_states.transpose(0, 1))
-        store.layer(layer_idx)[1][:, 1:].index_copy_(0, slots, store.encoded(padded))
-        return self._gathered(layer_idx)[1][1:, :, : indexer_key_states.shape[-1]]
+        store.layer(layer_idx)[1][:, -1:].index_copy_(0, slots, store.encoded(padded))
+        return self._gathered(layer_idx)[1][-1:, :, : indexer_key_states.shape[-1]]
 
     def _gathered(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._row.cache.gather(layer, self._position + self._row.num_tokens)
@@ -243,6 +252,18 @@ class _IndexedRowCache(_RowCache):
     def _padded(self, heads: Tensor) -> Tensor:
         """`[T, 1, size]`, with zeros up to the size of a head."""
         return pad(heads, (0, self._head_size - heads.shape[-1]))
+
+
+class _IndexedLayer(DummyLayer):
+    """A layer of an `_IndexedRowCache`, which some families give the keys of the index."""
+
+    def __init__(self, cache: _IndexedRowCache, layer: int) -> None:
+        cast(Any, super()).__init__()
+        self._cache, self._layer = cache, layer
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        """See `_IndexedRowCache.update_indexer`; both tensors have one more dimension in front."""
+        return self._cache.update_indexer(idx_k[0], self._layer).unsqueeze(0)
 
 
 def ragged_attention(

@@ -18,7 +18,7 @@ from corolla.compute.device_memory import StepSize
 from corolla.compute.sizing import BlockSize, ModelSize
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
-from corolla.models.families import key_shapes, pageless_layers
+from corolla.models.families import index_head_size, key_shapes, pageless_layers
 from corolla.models.packed.choice import layouts_of
 from corolla.models.quantization import layout_of
 from corolla.models.span_model import empty_span, span_tensors
@@ -133,9 +133,11 @@ def _cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
     """
     config = checkpoint.config
     if checkpoint.family.past.picks_tokens:
-        # The keys of the index are a second head next to the rotated part of the latents.
-        size = max(config.qk_rope_head_dim, config.index_head_dim)
-        return int(config.kv_lora_rank + 2 * size) + 3 * more_of_a_head
+        # The keys of the index are one more head next to those of values, or to the rotated part of the latents.
+        is_latent, size = checkpoint.family.past.caches_latents, index_head_size(config) + more_of_a_head
+        heads = 1 if is_latent else int(config.num_key_value_heads)
+        key = (config.kv_lora_rank if is_latent else config.head_dim) + more_of_a_head
+        return int(heads * key + (heads + 1) * size)
     if checkpoint.family.past.caches_latents:
         return int(config.kv_lora_rank + config.qk_rope_head_dim) + 2 * more_of_a_head
     if shapes := key_shapes(config):

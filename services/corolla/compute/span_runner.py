@@ -1,7 +1,7 @@
 """Runs rows of different sessions through a span's blocks; all steps of a server are computed here."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import torch
@@ -11,7 +11,8 @@ from corolla.cache.codecs import CODECS
 from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import ShapeProbe, choose_backend
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape, PackedRow
+from corolla.compute.attention.latents import shapes_of_latents
 from corolla.compute.base import Blocks, Embed, LaunchedBatch, PackedStep, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
@@ -90,12 +91,14 @@ class SpanRunner:
         elif model.packs_rows:
             self.blocks = FamilyBlocks(model, self.stacks, is_exact=not is_fused)
         else:
-            self.blocks = FamilyRows(model, self.stacks)
-        probe = ShapeProbe()
-        if not isinstance(self.blocks, FamilyRows) and not model.family.past.caches_latents:
-            self._probe(probe)
+            self.blocks = FamilyRows(model, self.stacks, is_exact=not is_fused)
+        shapes: Collection[AttentionShape] = ()
+        if model.family.past.caches_latents and not model.family.past.picks_tokens:
+            shapes = shapes_of_latents(model.modules()) if is_fused else ()
+        elif not isinstance(self.blocks, FamilyRows):
+            shapes = self._probed()
         self.backend: AttentionBackend = choose_backend(
-            attention, model.device, model.dtype, page_tokens, shapes=probe.shapes, codec=codec
+            attention, model.device, model.dtype, page_tokens, shapes=shapes, codec=codec
         )
         if model.fused is not None:
             given = (model.fused, self.store, self.backend, model.dtype)
@@ -106,12 +109,14 @@ class SpanRunner:
             )
 
     @torch.inference_mode()
-    def _probe(self, probe: ShapeProbe) -> None:
-        """Runs the blocks for one token, so that `probe` gets what their attention is called with."""
+    def _probed(self) -> Collection[AttentionShape]:
+        """Runs the blocks for one token, and returns what their attention is called with."""
+        probe = ShapeProbe()
         hidden = torch.zeros(1, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device)
         positions = torch.zeros(1, dtype=torch.int64, device=hidden.device)
         step = PackedStep((), positions, 1, AttentionBatch(self.store, (), probe))
         self.blocks.forward(step, hidden, range(len(self.span)))
+        return probe.shapes
 
     @property
     def span(self) -> Span:

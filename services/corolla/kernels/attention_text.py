@@ -34,6 +34,8 @@ class HeadShape:
         value_size: how many numbers a value of one head has, a multiple of 16.
         num_shared: how many query heads share a key head.
         max_sums: how many vectors of 16 sums the registers hold; see `compiler.max_sums`.
+        rotated_size: how many of a key's numbers, its last ones, lie in the place of a value, as in multi-latent
+            attention; the others are the value, too. 0: keys and values lie apart.
     """
 
     element: str
@@ -41,6 +43,7 @@ class HeadShape:
     value_size: int
     num_shared: int
     max_sums: int
+    rotated_size: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -80,6 +83,8 @@ COMMON_FIELDS: Final[Fields] = (
     ("i64", "value_slot"),
     ("i64", "value_head"),
     ("i64", "scaling"),  # the bits of a float32
+    ("ptr", "states"),  # float32 [pieces, key heads, state_floats]
+    ("ptr", "first_pieces"),  # for each query that has pieces: its number, first piece, end of pieces
 )
 """The first fields of every job."""
 
@@ -144,3 +149,39 @@ def numbers_of(function: Function, shape: HeadShape, base: str, index: int) -> s
     kind = f"<{LANES} x {shape.element}>"
     stored = function.load(kind, base, index * LANES * shape.element_bytes, shape.element_bytes)
     return stored if shape.element == "float" else function.let(f"fpext {kind} {stored} to {FLOATS}")
+
+
+def merge(shape: HeadShape) -> str:
+    """Writes `merge`, which merges the states of a query's pieces into the output of heads that share a key head."""
+    function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
+    key_heads, constants = (function.field("%job", COMMON_FIELDS, name) for name in ("key_heads", "constants"))
+    number, head = item_of(function)
+    row = function.row(function.field("%job", COMMON_FIELDS, "first_pieces"), number, 12)
+    query, first, end = function.counts(row, 3)
+    query_row = function.let(f"add i64 {function.let(f'mul i64 {query}, {key_heads}')}, {head}")
+    outputs, states = (function.field("%job", COMMON_FIELDS, name) for name in ("output", "states"))
+    output = function.row(outputs, query_row, shape.num_shared * shape.value_size, "float")
+    step = function.let(f"mul i64 {key_heads}, {4 * shape.state_floats}")
+    key_head_states = function.row(states, head, shape.state_floats, "float")
+    with function.loop("heads", shape.num_shared) as heads:
+        shared = heads["number"]
+        head_states = function.row(key_head_states, shared, shape.head_floats, "float")
+        with function.loop("seen", end, 1, {"largest": LEAST}, start=first) as names:
+            state = function.row(head_states, names["number"], step)
+            of_piece = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
+            names["largest"] = larger_of(function, of_piece, names["largest"])
+        parts = range(shape.value_size // LANES)
+        sums = dict.fromkeys([*(f"part_{part}" for part in parts), "weights"], "zeroinitializer")
+        with function.loop("pieces", end, 1, sums, start=first) as names:
+            state = function.row(head_states, names["number"], step)
+            own_largest = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
+            weight = exponential_of_difference(function, constants, own_largest, "%seen_largest_after")
+            for index, name in enumerate(sums):
+                own = function.load(FLOATS, state, 4 * LANES * index, 4)
+                names[name] = function.sum_of_product(own, weight, names[name])
+        totals = function.splat(function.total("%pieces_weights_after"))
+        target = function.row(output, shared, shape.value_size, "float")
+        for part in parts:
+            quotient = function.let(f"fdiv {FLOATS} %pieces_part_{part}_after, {totals}")
+            function.store(quotient, function.at(target, 4 * LANES * part))
+    return function.source()

@@ -6,6 +6,10 @@ the scores of 12 queries at a time are computed and turned into weights, which m
 computed tile by tile (see `next_token_source`), as FlashAttention does (Dao et al. 2022). All numbers are float32. No
 bit of a query's result depends on where its pages lie or on the number of threads; the result does depend on the
 query's block, and so on where its chunk begins.
+
+In multi-latent attention all heads share one key, whose first numbers are the value, too, so that even a single token
+has a block of queries. Then an item is a block and a piece of the keys, whose states `merge` merges; a token's result
+does not depend on its block, only on the pieces.
 """
 
 from collections.abc import Sequence
@@ -20,6 +24,7 @@ from corolla.kernels.attention_text import (
     item_of,
     larger_of,
     largest_of,
+    merge,
     numbers_of,
     slot_of,
 )
@@ -27,19 +32,26 @@ from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LA
 
 TILE_KEYS: Final = 64
 _TILE_RUNS: Final = TILE_KEYS // LANES
-_ROWS: Final = 12
-"""How many queries' scores are computed and turned into weights together."""
 _SCORE_RUNS: Final = 2
 """How many runs of 16 keys are multiplied at once; one run on processors with few registers."""
-_VALUE_ROWS: Final = 6
-"""How many queries' sums of values are computed at once."""
 _BLOCK_ROWS: Final = 96
 """How many queries a block has at most, unless one token alone has more."""
 
+BLOCK: Final = (
+    "first_token",
+    "num_tokens",
+    "key",  # that of the first token
+    "page",  # the index of its row's first page
+    "first_key",  # of the piece of keys, a multiple of 64
+    "end_key",
+    "state",  # the number of the first token's state of this piece; states of the token's other pieces lie around it
+    "token_states",  # how many states lie between those of two neighbouring tokens
+)
+"""The entries of a block; the last two have a meaning only where `HeadShape.rotated_size` is not 0."""
+
 JOB: Final = (
     *COMMON_FIELDS,
-    # A block has four entries: first token, number of tokens, first token's key, and index of its row's first page.
-    ("ptr", "blocks"),
+    ("ptr", "blocks"),  # the entries of each block
     ("i64", "window"),  # how many keys a token sees, its own included
 )
 
@@ -50,19 +62,39 @@ def block_tokens(shape: HeadShape) -> int:
 
 
 def module_source(shape: HeadShape) -> str:
-    """The text of a module with one public function, `block(job, item)`.
+    """The text of a module with the public function `block(job, item)`.
 
-    A job has the fields `JOB`; each block has an item for each key head. Counts are int64, and tables int32.
+    Where `HeadShape.rotated_size` is not 0, there is `merge(job, item)`, too, which has to be called after all blocks.
+
+    A job has the fields `JOB`; each block has an item for each key head, and `merge` one for each pair of a query and a
+    key head. Counts are int64, and tables int32.
     """
     scores, values = _product_of_keys(shape), _products_of_values(shape)
-    parts = [DECLARATIONS, _transpose(shape), _copy(shape), _weigh()]
+    sizes = [shape.key_size - shape.rotated_size, shape.rotated_size] if shape.rotated_size else [shape.key_size]
+    parts = [DECLARATIONS, *(_transpose(shape, size) for size in sizes), _copy(shape), _weigh(_rows(shape))]
     parts += [each.source() for each in dict.fromkeys([scores, *values])]
+    parts += [merge(shape)] if shape.rotated_size else []
     return "\n".join([*parts, _Block(shape, scores, values).source(), ATTRIBUTES])
 
 
+def _rows(shape: HeadShape) -> int:
+    """How many queries' scores are computed and turned into weights together.
+
+    Where heads share latents, their number is mostly a multiple of 8, and a block may be a single token.
+    """
+    return 8 if shape.rotated_size else 12
+
+
+def _value_rows(shape: HeadShape) -> int:
+    """How many queries' sums of values are computed at once."""
+    most = min(shape.max_sums, _rows(shape) if shape.rotated_size else 6)
+    return max(each for each in range(1, most + 1) if _rows(shape) % each == 0)
+
+
 def _num_rows(shape: HeadShape) -> int:
-    """How many queries a block has, rounded up to a multiple of `_ROWS`."""
-    return -(-block_tokens(shape) * shape.num_shared // _ROWS) * _ROWS
+    """How many queries a block has, rounded up to a multiple of `_rows`."""
+    rows = _rows(shape)
+    return -(-block_tokens(shape) * shape.num_shared // rows) * rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +149,26 @@ class _Product:
 
 
 def _product_of_keys(shape: HeadShape) -> _Product:
-    num_runs = _SCORE_RUNS if shape.max_sums >= _SCORE_RUNS * _ROWS else 1
-    num_rows = min(_ROWS, shape.max_sums // num_runs)
+    rows = _rows(shape)
+    num_runs = _SCORE_RUNS if shape.max_sums >= _SCORE_RUNS * rows else 1
+    num_rows = max(each for each in range(1, min(rows, shape.max_sums // num_runs) + 1) if rows % each == 0)
     return _Product("scores", num_rows, num_runs, shape.key_size, TILE_KEYS, TILE_KEYS, is_corrected=False)
 
 
 def _products_of_values(shape: HeadShape) -> list[_Product]:
     """The functions that together cover all vectors of a value."""
-    left, most = shape.value_size // LANES, max(1, shape.max_sums // _VALUE_ROWS)
+    left, num_rows = shape.value_size // LANES, _value_rows(shape)
+    most = max(1, shape.max_sums // num_rows)
     widths = [most] * (left // most) + [left % most] * bool(left % most)
     size = shape.value_size
-    return [
-        _Product(f"values_{width}", _VALUE_ROWS, width, TILE_KEYS, size, size, is_corrected=True) for width in widths
-    ]
+    return [_Product(f"values_{width}", num_rows, width, TILE_KEYS, size, size, is_corrected=True) for width in widths]
 
 
-def _transpose(shape: HeadShape) -> str:
-    """Writes `transpose`, which stores 16 keys as columns of the tile."""
-    function = Function("@transpose(ptr noalias %keys, i64 %key_slot, ptr noalias %to)")
+def _transpose(shape: HeadShape, size: int) -> str:
+    """Writes `transpose_SIZE`, which stores `size` numbers of each of 16 keys as columns of the tile."""
+    function = Function(f"@transpose_{size}(ptr noalias %keys, i64 %key_slot, ptr noalias %to)")
     keys = [function.row("%keys", "%key_slot", number) for number in range(LANES)]
-    for part in range(shape.key_size // LANES):
+    for part in range(size // LANES):
         vectors = [numbers_of(function, shape, key, part) for key in keys]
         distance = 1
         while distance < LANES:
@@ -165,8 +197,8 @@ def _copy(shape: HeadShape) -> str:
     return function.source()
 
 
-def _weigh() -> str:
-    """Writes `weigh`, which turns the scores of 12 queries into weights, and stores factors for their earlier sums."""
+def _weigh(num_rows: int) -> str:
+    """Writes `weigh`, which turns the scores of queries into weights, and stores factors for their earlier sums."""
     function = Function(
         "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
         "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest)"
@@ -175,7 +207,7 @@ def _weigh() -> str:
     tile = function.splat(function.let("trunc i64 %tile to i32"), "i32")
     window = function.let("trunc i64 %window to i32")
     from_tile = function.let(f"add {INTS} {tile}, <{numbers}>")
-    with function.loop("rows", _ROWS) as names:
+    with function.loop("rows", num_rows) as names:
         of_row = function.row("%weights", names["number"], 4 * TILE_KEYS)
         places = [function.at(of_row, 4 * LANES * run) for run in range(_TILE_RUNS)]
         last_one = function.load("i32", function.at("%last", names["number"], "i32"), align=4)
@@ -210,41 +242,46 @@ def _weigh() -> str:
 
 
 class _Block:
-    """Writes `block`, which computes the outputs of a block of queries of one key head."""
+    """Writes `block`, which computes the outputs, or states, of a block of queries of one key head."""
 
     def __init__(self, shape: HeadShape, scores: _Product, values: Sequence[_Product]) -> None:
         self._shape, self._scores, self._values = shape, scores, values
         self._function = function = Function("@block(ptr %job, i64 %item)", is_internal=False)
-        self._num_rows = num_rows = _num_rows(shape)
+        num_rows, rows = _num_rows(shape), _rows(shape)
         self._scratch = {
             name: function.let(f"alloca [{floats} x float], align 64")
             for name, floats in (
                 ("query", num_rows * shape.key_size), ("last", num_rows), ("keys", TILE_KEYS * shape.key_size),
-                ("values", TILE_KEYS * shape.value_size), ("weights", _ROWS * TILE_KEYS),
-                ("corrections", _ROWS * LANES), ("sums", num_rows * LANES), ("largest", num_rows * LANES),
+                ("values", TILE_KEYS * shape.value_size), ("weights", rows * TILE_KEYS),
+                ("corrections", rows * LANES), ("sums", num_rows * LANES), ("largest", num_rows * LANES),
                 ("output", num_rows * shape.value_size),
             )
         }  # fmt: skip
         self._fields = {name: function.field("%job", JOB, name) for _, name in JOB}
         number, self._head = item_of(function)
-        block = function.row(self._fields["blocks"], number, 16)
-        self._first, self._count, self._key, page_at = function.counts(block, 4)
-        self._pages = function.at(self._fields["pages"], page_at, "i32")
-        self._rows = function.let(f"mul i64 {self._count}, {shape.num_shared}")
+        block = function.row(self._fields["blocks"], number, 4 * len(BLOCK))
+        entries = dict(zip(BLOCK, function.counts(block, len(BLOCK)), strict=True))
+        self._first, self._key, self._entries = entries["first_token"], entries["key"], entries
+        self._pages = function.at(self._fields["pages"], entries["page"], "i32")
+        self._rows = function.let(f"mul i64 {entries['num_tokens']}, {shape.num_shared}")
         self._heads = function.let(f"mul i64 {self._fields['key_heads']}, {shape.num_shared}")
         self._first_head = function.let(f"mul i64 {self._head}, {shape.num_shared}")
 
     def source(self) -> str:
         self._prepare()
         self._go_through_keys()
-        self._finish()
+        if self._shape.rotated_size:
+            self._keep_states()
+        else:
+            self._finish()
         return self._function.source()
 
     def _prepare(self) -> None:
         """Writes lines that store the scaled queries as float32 and clear the sums; padding queries see no key."""
-        function, shape = self._function, self._shape
+        function, shape, rows = self._function, self._shape, _rows(self._shape)
         scaling = function.splat(function.float_field("%job", JOB, "scaling"))
-        with function.loop("prepare", self._num_rows) as names:
+        groups = function.let(f"udiv i64 {function.let(f'add i64 {self._rows}, {rows - 1}')}, {rows}")
+        with function.loop("prepare", function.let(f"mul i64 {groups}, {rows}")) as names:
             row = names["number"]
             function.store("zeroinitializer", self._of_row("sums", LANES, row))
             function.store(LEAST, self._of_row("largest", LANES, row))
@@ -268,18 +305,15 @@ class _Block:
             self._add(f"  store i32 -1, ptr {last}, align 4\n  br label %prepared\nprepared:")
 
     def _go_through_keys(self) -> None:
-        """Writes the loop over tiles, from the first key that the first token sees to the key of the last token."""
+        """Writes the loop over the tiles of the piece."""
         function, fields, scratch = self._function, self._fields, self._scratch
-        end = function.let(f"add i64 {self._key}, {self._count}")
-        start = function.let(f"sub i64 {function.let(f'add i64 {self._key}, 1')}, {fields['window']}")
-        start = function.let(f"call i64 @llvm.smax.i64(i64 {start}, i64 0)")
-        start = function.let(f"and i64 {start}, {-TILE_KEYS}")
-        with function.loop("tiles", end, TILE_KEYS, start=start) as names:
+        end = self._entries["end_key"]
+        with function.loop("tiles", end, TILE_KEYS, start=self._entries["first_key"]) as names:
             tile = names["number"]
             left = function.let(f"sub i64 {end}, {tile}")
             needed = function.let(f"call i64 @llvm.umin.i64(i64 {left}, i64 {TILE_KEYS})")
             self._read_tile(tile, needed)
-            with function.loop("groups", self._rows, _ROWS) as groups:
+            with function.loop("groups", self._rows, _rows(self._shape)) as groups:
                 group = groups["number"]
                 self._score(group, needed)
                 last = self._of_row("last", 1, group)
@@ -292,15 +326,21 @@ class _Block:
 
     def _read_tile(self, tile: str, needed: str) -> None:
         """Writes the copy of a tile to scratch memory, in runs of 16 keys and values, which lie on one page each."""
-        function, fields, scratch = self._function, self._fields, self._scratch
+        function, fields, scratch, shape = self._function, self._fields, self._scratch, self._shape
+        first_size = shape.key_size - shape.rotated_size
         with function.loop("runs", needed, LANES) as names:
             run = names["number"]
             slot = slot_of(function, self._pages, function.let(f"add i64 {tile}, {run}"), fields["page_tokens"])
             keys, values = (self._of_slot(name, slot) for name in ("key", "value"))
             to_keys = function.at(scratch["keys"], run, "float")
-            to_values = self._of_row("values", self._shape.value_size, run)
-            self._add(f"  call void @transpose(ptr {keys}, i64 {fields['key_slot']}, ptr {to_keys})")
-            self._add(f"  call void @copy(ptr {values}, i64 {fields['value_slot']}, ptr {to_values})")
+            to_values = self._of_row("values", shape.value_size, run)
+            self._add(f"  call void @transpose_{first_size}(ptr {keys}, i64 {fields['key_slot']}, ptr {to_keys})")
+            copied, stride = values, fields["value_slot"]
+            if rotated := shape.rotated_size:
+                to_rotated = function.at(to_keys, 4 * TILE_KEYS * first_size)
+                self._add(f"  call void @transpose_{rotated}(ptr {values}, i64 {stride}, ptr {to_rotated})")
+                copied, stride = keys, fields["key_slot"]
+            self._add(f"  call void @copy(ptr {copied}, i64 {stride}, ptr {to_values})")
 
     def _score(self, group: str, needed: str) -> None:
         """Writes the scores of a group of queries. Scores of keys that no query sees may be any number."""
@@ -308,14 +348,14 @@ class _Block:
         with function.loop("scores", needed, LANES * product.num_vectors) as names:
             query = self._of_row("query", size, group)
             keys, scores = (function.at(scratch[name], names["number"], "float") for name in ("keys", "weights"))
-            for row in range(0, _ROWS, product.num_rows):
+            for row in range(0, _rows(self._shape), product.num_rows):
                 queries, sums = function.at(query, 4 * size * row), function.at(scores, 4 * TILE_KEYS * row)
                 self._call(product, queries, keys, str(size), sums, "null")
 
     def _add_values(self, group: str, needed: str) -> None:
         function, size = self._function, self._shape.value_size
         output = self._of_row("output", size, group)
-        for row in range(0, _ROWS, _VALUE_ROWS):
+        for row in range(0, _rows(self._shape), _value_rows(self._shape)):
             weights = function.at(self._scratch["weights"], 4 * TILE_KEYS * row)
             corrections = function.at(self._scratch["corrections"], 4 * LANES * row)
             first = 0
@@ -331,6 +371,24 @@ class _Block:
         function, fields = self._function, self._fields
         base = function.row(fields[f"{name}s"], self._head, fields[f"{name}_head"])
         return function.row(base, slot, fields[f"{name}_slot"])
+
+    def _keep_states(self) -> None:
+        """Writes the copy of the queries' states to the places where `merge` finds them."""
+        function, shape = self._function, self._shape
+        states, heads = self._fields["states"], self._fields["key_heads"]
+        with function.loop("keep", self._rows) as names:
+            row = names["number"]
+            token = function.let(f"udiv i64 {row}, {shape.num_shared}")
+            after = function.let(f"mul i64 {token}, {self._entries['token_states']}")
+            state = function.let(f"add i64 {self._entries['state']}, {after}")
+            number = function.let(f"add i64 {function.let(f'mul i64 {state}, {heads}')}, {self._head}")
+            of_heads = function.row(states, number, shape.state_floats, "float")
+            shared = function.let(f"urem i64 {row}, {shape.num_shared}")
+            target = function.row(of_heads, shared, shape.head_floats, "float")
+            kept = self._parts(self._of_row("output", shape.value_size, row), shape.value_size)
+            kept += [self._of_row(name, LANES, row) for name in ("sums", "largest")]
+            for own, place in zip(kept, self._parts(target, shape.head_floats), strict=True):
+                function.store(function.load(FLOATS, own, align=4), place)
 
     def _finish(self) -> None:
         function, size = self._function, self._shape.value_size

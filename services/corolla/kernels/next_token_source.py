@@ -17,6 +17,7 @@ from corolla.kernels.attention_text import (
     item_of,
     larger_of,
     largest_of,
+    merge,
     numbers_of,
     slot_of,
 )
@@ -30,7 +31,7 @@ def module_source(shape: HeadShape) -> str:
     query and a key head. Counts are int64, tables int32.
     """
     sizes = sorted({shape.key_size, shape.value_size})
-    parts = [DECLARATIONS, *(_fetch(shape, size) for size in sizes), _tile(shape), _piece(shape), _merge(shape)]
+    parts = [DECLARATIONS, *(_fetch(shape, size) for size in sizes), _tile(shape), _piece(shape), merge(shape)]
     return "\n".join([*parts, ATTRIBUTES])
 
 
@@ -38,9 +39,7 @@ _LINE_BYTES: Final = 64
 
 JOB: Final = (
     *COMMON_FIELDS,
-    ("ptr", "states"),  # float32 [pieces, key heads, state_floats]
     ("ptr", "pieces"),  # for each piece: query, first key, end of keys, and index of its row's first page
-    ("ptr", "first_pieces"),  # for each query: its number, first piece, end of pieces
 )
 
 
@@ -200,40 +199,4 @@ def _piece(shape: HeadShape) -> str:
                 f"i64 {fields['value_slot']}, i64 {low}, i64 {high}, float {scaling}, ptr {fields['constants']}, "
                 f"ptr {head_state})"
             )
-    return function.source()
-
-
-def _merge(shape: HeadShape) -> str:
-    """Writes `merge`, which merges the states of a query's pieces into the output of heads that share a key head."""
-    function = Function("@merge(ptr %job, i64 %item)", is_internal=False)
-    key_heads, constants = (function.field("%job", JOB, name) for name in ("key_heads", "constants"))
-    number, head = item_of(function)
-    row = function.row(function.field("%job", JOB, "first_pieces"), number, 12)
-    query, first, end = function.counts(row, 3)
-    query_row = function.let(f"add i64 {function.let(f'mul i64 {query}, {key_heads}')}, {head}")
-    outputs, states = (function.field("%job", JOB, name) for name in ("output", "states"))
-    output = function.row(outputs, query_row, shape.num_shared * shape.value_size, "float")
-    step = function.let(f"mul i64 {key_heads}, {4 * shape.state_floats}")
-    key_head_states = function.row(states, head, shape.state_floats, "float")
-    with function.loop("heads", shape.num_shared) as heads:
-        shared = heads["number"]
-        head_states = function.row(key_head_states, shared, shape.head_floats, "float")
-        with function.loop("seen", end, 1, {"largest": LEAST}, start=first) as names:
-            state = function.row(head_states, names["number"], step)
-            of_piece = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
-            names["largest"] = larger_of(function, of_piece, names["largest"])
-        parts = range(shape.value_size // LANES)
-        sums = dict.fromkeys([*(f"part_{part}" for part in parts), "weights"], "zeroinitializer")
-        with function.loop("pieces", end, 1, sums, start=first) as names:
-            state = function.row(head_states, names["number"], step)
-            own_largest = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
-            weight = exponential_of_difference(function, constants, own_largest, "%seen_largest_after")
-            for index, name in enumerate(sums):
-                own = function.load(FLOATS, state, 4 * LANES * index, 4)
-                names[name] = function.sum_of_product(own, weight, names[name])
-        totals = function.splat(function.total("%pieces_weights_after"))
-        target = function.row(output, shared, shape.value_size, "float")
-        for part in parts:
-            quotient = function.let(f"fdiv {FLOATS} %pieces_part_{part}_after, {totals}")
-            function.store(quotient, function.at(target, 4 * LANES * part))
     return function.source()

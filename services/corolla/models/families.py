@@ -444,6 +444,12 @@ def key_shapes(config: PretrainedConfig) -> tuple[KeyShape, ...]:
     return tuple({KeyShape(each["num_key_value_heads"], each["head_dim"], each["head_dim"]): None for each in kinds})
 
 
+def index_head_size(config: PretrainedConfig) -> int:
+    """The size of the heads among which the keys of an index are, where `Past.picks_tokens` holds."""
+    facts: Mapping[str, Any] = config.to_dict()
+    return max(int(facts.get("qk_rope_head_dim") or facts["head_dim"]), int(facts["index_head_dim"]))
+
+
 def _layers_of_kinds(config: PretrainedConfig, kinds: frozenset[str]) -> frozenset[int]:
     given = getattr(config, "layer_types", None) or ()
     return frozenset(index for index, kind in enumerate(given) if kind in kinds)

@@ -12,6 +12,7 @@ from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape, LayerInput, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
+from corolla.compute.attention.latents import sums_of_latents
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
@@ -145,15 +146,23 @@ def largest_difference(
             rows.append(PackedRow(cache, cache.num_tokens, start, start + num_tokens))
             query, key = (
                 draw(num_tokens, shape.num_heads, shape.key_size) * query_scale,
-                draw(num_tokens, shape.num_key_heads, shape.key_size),
+                draw(num_tokens, shape.num_key_heads, shape.key_size - shape.rotated_size),
             )
-            text.append((query, key, draw(num_tokens, shape.num_key_heads, shape.value_size)))
+            value_size = shape.rotated_size or shape.value_size
+            text.append((query, key, draw(num_tokens, shape.num_key_heads, value_size)))
         query, key, value = (torch.cat([text[-1][part] for text in texts]) for part in range(3))
-        output = backend.batch(store, rows, device)[0].attend(
-            0, query, key, value, scaling=shape.scaling, window=window, softcap=shape.softcap, sinks=sinks
-        )
+        batch, _ = backend.batch(store, rows, device)
+        if shape.rotated_size:
+            batch.write(0, key, value)
+            output = sums_of_latents(batch, 0, query, shape.scaling)
+        else:
+            output = batch.attend(
+                0, query, key, value, scaling=shape.scaling, window=window, softcap=shape.softcap, sinks=sinks
+            )
         for row, text in zip(rows, texts, strict=True):
             keys, values = (store.decoded(store.encoded(torch.cat([step[part] for step in text]))) for part in (1, 2))
+            if shape.rotated_size:
+                keys, values = torch.cat((keys, values), dim=-1), keys
             compared = min(row.num_tokens, _COMPARED_TOKENS)
             expected = _definition(text[-1][0][-compared:], keys, values, shape, window, sinks)
             own = (output[row.end - compared : row.end] - expected).abs().max().nan_to_num(torch.inf)

@@ -7,13 +7,16 @@ own session, in their pages. Rows never see each other. All tensors of a call ar
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from corolla.cache.store import KVStore, SessionCache
 from corolla.wire.device_copies import copied_numbers
+
+SHORT_ROW: Final = 8
+"""A row's new tokens attend one by one if they are at most so many, and as a chunk if they are more."""
 
 NumberLists = Sequence[tuple[Sequence[int], torch.dtype]]
 """Lists of numbers, each with an integer dtype."""
@@ -81,6 +84,8 @@ class AttentionShape:
         window: how many tokens a token sees, itself included; None: it sees all tokens before it.
         softcap: the bound of the scores; None: they are not bounded.
         has_sinks: whether each head has a sink, see `LayerInput`.
+        rotated_size: how many of a key's numbers are rotated, in multi-latent attention, where the others are the value
+            of the only key head; 0: keys and values lie apart.
     """
 
     num_heads: int = 4
@@ -91,6 +96,7 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    rotated_size: int = 0
 
 
 class AttentionBackend(ABC):
@@ -104,6 +110,23 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend(self, batch: "AttentionBatch", given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
+
+    def attend_to_latents(
+        self, _batch: "AttentionBatch", _layer: int, _query: Tensor, _scaling: float
+    ) -> Tensor | None:
+        """Attends to latents that are stored already, which all heads share as keys and as values.
+
+        Args:
+            _batch: the rows.
+            _layer: the layer's index within the span.
+            _query: `[N, heads, latent size + rotated size]` in the model's dtype, contiguous.
+            _scaling: the factor of the scores.
+
+        Returns:
+            The sums of latents, `[N, heads, latent size]` on the same device, in float32 or the query's dtype; None:
+            there is no function for them.
+        """
+        return None
 
     def batch(
         self, store: KVStore, rows: Sequence[PackedRow], device: torch.device, others: NumberLists = ()
@@ -151,6 +174,7 @@ class AttentionBatch:
         self._slots: dict[int, Tensor] = dict(slots or {})
         self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
         self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
+        self._parts: dict[tuple[PackedRow, ...], AttentionBatch] = {}
         # The object of each group that a backend prepares once for all layers of the group.
         self.prepared: dict[int, Any] = dict(prepared or {})
 
@@ -189,6 +213,19 @@ class AttentionBatch:
         keys.index_copy_(0, slots, self.store.encoded(key))
         values.index_copy_(0, slots, self.store.encoded(value))
         return keys, values
+
+    def part(self, rows: tuple[PackedRow, ...], device: torch.device) -> "AttentionBatch":
+        """The batch of some of the rows, which may have other places there.
+
+        Args:
+            rows: the rows, by their places in the part.
+            device: where the pages are.
+        """
+        if rows == self.rows:
+            return self
+        if rows not in self._parts:
+            self._parts[rows], _ = self.backend.batch(self.store, rows, device)
+        return self._parts[rows]
 
     def slots(self, layer: int, device: torch.device) -> Tensor:
         """The slots of the new tokens of all rows in a layer, int64 `[N]`."""

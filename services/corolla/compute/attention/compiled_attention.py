@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from corolla.chassis.errors import StartupError
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, LayerInput, PackedRow
+from corolla.compute.attention.base import SHORT_ROW, AttentionBackend, AttentionBatch, LayerInput, PackedRow
 from corolla.compute.attention.partial_attention import flash_cpu
 from corolla.compute.attention.run_attention import RunAttention
 from corolla.kernels import chunk_source, next_token_source
@@ -29,9 +29,6 @@ from corolla.kernels.next_token_source import JOB
 ELEMENTS: Final[Mapping[torch.dtype, str]] = {
     torch.float32: "float", torch.bfloat16: "bfloat", torch.float16: "half",
 }  # fmt: skip
-
-_MAX_TOKENS: Final = 8
-"""A row's new tokens attend one by one if they are at most so many, and as a chunk if they are more."""
 
 _PIECE_TOKENS: Final = 1024
 """How many keys a thread processes as one piece; a multiple of the 16 keys of a tile."""
@@ -59,10 +56,10 @@ class Tables:
         pieces: `[pieces, 4]`: query, first key, end of keys, index of the row's first entry in `pages`; keys are
             counted from the row's first page.
         queries: `[queries, 3]`: query, first piece, end of pieces.
-        blocks: `[blocks, 4]` for the chunks: first token, number of tokens, key of the first token, index of the row's
-            first entry in `pages`.
+        blocks: `[blocks, entries]` for the chunks; see `chunk_source.BLOCK`. Those of latents have pieces, too.
         pages: `[pages]`: the ids of all rows' pages.
         num_keys: how many keys all queries of `queries` see together.
+        num_states: how many pieces all queries have together.
     """
 
     pieces: Tensor
@@ -70,6 +67,7 @@ class Tables:
     blocks: Tensor
     pages: Tensor
     num_keys: int
+    num_states: int
 
 
 class CompiledAttention(AttentionBackend):
@@ -111,6 +109,27 @@ class CompiledAttention(AttentionBackend):
             share(block, ctypes.addressof(chunks), num_items, num_threads)
         return output.to(query.dtype)
 
+    def attend_to_latents(self, batch: AttentionBatch, layer: int, query: Tensor, scaling: float) -> Tensor | None:
+        """See `AttentionBackend.attend_to_latents`."""
+        store = batch.store
+        if store.codec is not None or store.pool.page_tokens % LANES:
+            return None
+        latents, rotated = store.layer(layer)
+        sizes, element = (latents.shape[-1], rotated.shape[-1]), ELEMENTS.get(query.dtype)
+        if element is None or any(size % LANES for size in sizes):
+            return None
+        shape = HeadShape(element, sum(sizes), sizes[0], query.shape[1], max_sums(), rotated_size=sizes[1])
+        tables = tables_of(batch, layer, None, shape)
+        output = torch.empty(*query.shape[:2], shape.value_size)
+        _, job, _states = jobs_of(
+            tables, query.data_ptr(), latents, rotated, output.data_ptr(), store.pool.page_tokens, shape, scaling, None
+        )
+        at, functions = ctypes.addressof(job), chunk_module(shape)
+        num_threads = torch.get_num_threads() if tables.num_keys >= _LEAST_KEYS_OF_THREADS else 1
+        share(functions.address("block"), at, len(tables.blocks), num_threads)
+        share(functions.address("merge"), at, len(tables.queries), num_threads)
+        return output
+
 
 def jobs_of(
     tables: Tables,
@@ -138,17 +157,17 @@ def jobs_of(
 
     Returns:
         The job for `next_token_module`, and the one for `chunk_module`; None where no row has one. Then the memory for
-        intermediate results, float32 `[pieces * key heads * shape.state_floats]`: it must live as long as the jobs.
+        intermediate results, float32 `[states * key heads * shape.state_floats]`: it must live as long as the jobs.
     """
     strides = (stride * shape.element_bytes for part in (keys, values) for stride in part.stride()[:2])
+    states = torch.empty(tables.num_states * keys.shape[1] * shape.state_floats)
     common = (
         query, keys.data_ptr(), values.data_ptr(), output, tables.pages.data_ptr(), EXPONENTIAL.data_ptr(),
-        keys.shape[1], page_tokens, *strides, float_bits(scaling),
+        keys.shape[1], page_tokens, *strides, float_bits(scaling), states.data_ptr(), tables.queries.data_ptr(),
     )  # fmt: skip
-    states = torch.empty(len(tables.pieces) * keys.shape[1] * shape.state_floats)
     next_tokens = chunks = None
-    if len(tables.queries):
-        next_tokens = _Job(*common, states.data_ptr(), tables.pieces.data_ptr(), tables.queries.data_ptr())
+    if len(tables.pieces):
+        next_tokens = _Job(*common, tables.pieces.data_ptr())
     if len(tables.blocks):
         chunks = _ChunkJob(*common, tables.blocks.data_ptr(), min(window or _ALL_KEYS, _ALL_KEYS))
     return next_tokens, chunks, states
@@ -192,9 +211,41 @@ def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: Head
     prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})
     tables = prepared.get(num_block_tokens)
     if tables is None:
-        tables = _tables(batch.rows, group, window, batch.store.pool.page_tokens, num_block_tokens)
+        if shape.rotated_size:
+            tables = _tables_of_latents(batch.rows, group, num_block_tokens)
+        else:
+            tables = _tables(batch.rows, group, window, batch.store.pool.page_tokens, num_block_tokens)
         prepared[num_block_tokens] = tables
     return tables
+
+
+def _tables_of_latents(rows: Sequence[PackedRow], group: int, num_block_tokens: int) -> Tables:
+    """The tables of rows that attend to latents, in which every token has a block, and each block all of its pieces.
+
+    A token's pieces follow from its position and its row's own number of tokens: if that is large, there are enough
+    blocks for all threads, and the states of several pieces would take much memory.
+    """
+    blocks: list[tuple[int, ...]] = []
+    queries: list[tuple[int, int, int]] = []
+    pages: list[int] = []
+    num_states = num_keys = 0
+    for row in rows:
+        for token in range(0, row.num_tokens, num_block_tokens):
+            first, count = row.position + token, min(num_block_tokens, row.num_tokens - token)
+            end = first + count
+            piece_tokens = _PIECE_TOKENS if row.num_tokens <= SHORT_ROW else end
+            cuts = range(0, end, piece_tokens)
+            for number, cut in enumerate(cuts):
+                last = min(end, cut + piece_tokens)
+                blocks.append((row.start + token, count, first, len(pages), cut, last, num_states + number, len(cuts)))
+            for index in range(count):
+                seen = -(-(first + index + 1) // piece_tokens)
+                own = num_states + index * len(cuts)
+                queries.append((row.start + token + index, own, own + seen))
+            num_states += count * len(cuts)
+            num_keys += count * end
+        pages.extend(row.cache.tables[group].pages)
+    return Tables(_integers(()), _integers(queries), _integers(blocks), _integers(pages), num_keys, num_states)
 
 
 def _tables(
@@ -202,20 +253,21 @@ def _tables(
 ) -> Tables:
     pieces: list[tuple[int, int, int, int]] = []
     queries: list[tuple[int, int, int]] = []
-    blocks: list[tuple[int, int, int, int]] = []
+    blocks: list[tuple[int, ...]] = []
     pages: list[int] = []
     num_keys = 0
     for row in rows:
         table = row.cache.tables[group]
-        if row.num_tokens > _MAX_TOKENS:
+        if row.num_tokens > SHORT_ROW:
             # A tile begins at a multiple of TILE_KEYS, but the window may have freed the pages there: the first page
             # that is left stands in for them, and the keys there are masked.
             num_stand_ins = next(n for n in itertools.count() if (table.first_token - n * page_tokens) % TILE_KEYS == 0)
             stand_ins = [table.pages[0]] * num_stand_ins
             first_key = table.first_token - len(stand_ins) * page_tokens
             for token in range(0, row.num_tokens, num_block_tokens):
-                count = min(num_block_tokens, row.num_tokens - token)
-                blocks.append((row.start + token, count, row.position + token - first_key, len(pages)))
+                count, key = min(num_block_tokens, row.num_tokens - token), row.position + token - first_key
+                first = 0 if window is None else max(0, key + 1 - window) // TILE_KEYS * TILE_KEYS
+                blocks.append((row.start + token, count, key, len(pages), first, key + count, 0, 0))
             pages.extend(stand_ins)
         else:
             for token in range(row.num_tokens):
@@ -228,8 +280,8 @@ def _tables(
                     pieces.append((row.start + token, first - table.first_token, last - table.first_token, len(pages)))
                 queries.append((row.start + token, first_piece, len(pieces)))
         pages.extend(table.pages)
+    return Tables(_integers(pieces), _integers(queries), _integers(blocks), _integers(pages), num_keys, len(pieces))
 
-    def integers(values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
 
-    return Tables(integers(pieces), integers(queries), integers(blocks), integers(pages), num_keys)
+def _integers(values: Sequence[object]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -23,11 +23,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from corolla.compute.attention.base import AttentionBatch, PackedRow
+from corolla.compute.attention.base import SHORT_ROW, AttentionBatch, AttentionShape, PackedRow
 from corolla.compute.attention.partial_attention import Part, math, merge_two
 
 LATENT: Final = "corolla_latent"
+PICKED: Final = "corolla_picked"
+"""An index picks the tokens that a token attends to."""
 EXPANDED: Final = "corolla_expanded"
 """All rows attend to expanded latents: the results have the bits of transformers."""
 
@@ -49,19 +52,28 @@ def reads_latents(config: PretrainedConfig, num_queries: int) -> bool:
     return num_queries * (2 * int(config.kv_lora_rank) - expanded) < int(config.kv_lora_rank) * expanded
 
 
-def bytes_of_latent(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
-    """Bytes that one token's latent and rotated key take in one layer while `num_queries` attend to them.
+def bytes_of_latent(query: Tensor, num_queries: int) -> int:
+    """Bytes that one token's latent and rotated key take in one layer while torch attends to them.
 
     The sum includes the scores and a copy of both in float32; see `bytes_of_key`.
+
+    Args:
+        query: see `sums_of_latents`.
+        num_queries: how many of its tokens attend at once.
     """
-    numbers = config.kv_lora_rank + config.qk_rope_head_dim
-    scores = config.num_attention_heads * num_queries * _SCORE_BYTES
-    return int(numbers * (like.itemsize + _FLOAT32_BYTES) + scores)
+    _, num_heads, numbers = query.shape
+    return numbers * (query.itemsize + _FLOAT32_BYTES) + num_heads * num_queries * _SCORE_BYTES
 
 
-def _bytes_of_queries(config: PretrainedConfig, num_queries: int) -> int:
+def _bytes_of_queries(num_heads: int, numbers: int, num_queries: int) -> int:
     """Bytes that projected queries, and the sums of latents of two pieces while they are merged, take in one layer."""
-    return int(6 * config.num_attention_heads * num_queries * config.kv_lora_rank * _FLOAT32_BYTES)
+    return 6 * num_heads * num_queries * numbers * _FLOAT32_BYTES
+
+
+def _bytes_of_parts(num_heads: int, numbers: int, row: PackedRow, page_tokens: int) -> int:
+    """Bytes that the results of pages, or of larger pieces, take in one layer, where single tokens have them."""
+    num_pages = -(-(row.position + row.num_tokens) // page_tokens)
+    return row.num_tokens * num_pages * num_heads * numbers * _FLOAT32_BYTES if row.num_tokens <= SHORT_ROW else 0
 
 
 def bytes_of_key(config: PretrainedConfig, like: Tensor, num_queries: int) -> int:
@@ -149,14 +161,11 @@ def latent_attention(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     config: PretrainedConfig = cast(Any, module).config
-    outputs: list[Tensor] = []
-
-    def reads_them(row: PackedRow) -> bool:
-        return not expands_all and reads_latents(config, row.num_tokens)
-
-    for is_short, rows in itertools.groupby(batch.rows, reads_them):
-        attend = attend_to_latents if is_short else _attend_to_expanded
-        outputs.extend(attend(module, query, tuple(rows), batch, scaling))
+    are_short = [not expands_all and reads_latents(config, row.num_tokens) for row in batch.rows]
+    short, long = (list(itertools.compress(batch.rows, each)) for each in (are_short, [not each for each in are_short]))
+    of_short = attend_to_latents(module, query, short, batch, scaling)
+    of_long = _attend_to_expanded(module, query, long, batch, scaling)
+    outputs = [next(of_short if each else of_long) for each in are_short]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
@@ -177,39 +186,103 @@ def attend_to_latents(
     Yields:
         Each row's output `[1, num_tokens, heads, value head size]` in the query's dtype.
     """
-    config: PretrainedConfig = cast(Any, module).config
-    plain, rotated = torch.split(query[0], [config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-    expansion: Tensor = cast(Any, module).kv_b_proj.weight
-    of_heads = expansion.view(len(plain), -1, config.kv_lora_rank)
-    of_keys, of_values = torch.split(of_heads, [config.qk_nope_head_dim, config.v_head_dim], dim=1)
-    for row in rows:
-        own = slice(row.start, row.end)
-        projected = torch.bmm(plain[:, own], of_keys)
-        queries = (projected.float() * scaling, rotated[:, own].float() * scaling)
-        most = MAX_EXPANDED_BYTES - _bytes_of_queries(config, row.num_tokens)
-        piece_tokens = max(1, most // bytes_of_latent(config, query, row.num_tokens))
+    weights, config = _Weights(module), cast(Any, module).config
+    sizes = (query.shape[1], int(config.kv_lora_rank + config.qk_rope_head_dim))
+    page_tokens = batch.store.pool.page_tokens
+    costs = [_bytes_of_queries(*sizes, row.num_tokens) + _bytes_of_parts(*sizes, row, page_tokens) for row in rows]
+    for run in runs_within(costs, MAX_EXPANDED_BYTES):
+        ends = [0, *itertools.accumulate(row.num_tokens for row in rows[run])]
+        placed = tuple(
+            PackedRow(row.cache, row.position, *place)
+            for row, place in zip(rows[run], itertools.pairwise(ends), strict=True)
+        )
+        queries = query.new_empty(ends[-1], *sizes)
+        for row, place in zip(rows[run], placed, strict=True):
+            own = weights.queries(query[0, :, row.start : row.end])
+            queries[place.start : place.end] = own.transpose(0, 1)
+        part = batch.part(placed, query.device)
+        summed = sums_of_latents(part, cast(Any, module).layer_idx, queries, scaling)
+        for place in placed:
+            yield weights.outputs(summed[place.start : place.end].transpose(0, 1).to(query.dtype))
 
-        def attended(start: int, num_keys: int, row: PackedRow = row, queries: tuple[Tensor, Tensor] = queries) -> Part:
-            latents, rotated_keys = _latents(module, row, start, start + num_keys)
+
+class _Weights:
+    """The weights that expand latents, which project queries and sums of latents instead.
+
+    Args:
+        module: the family's attention module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        config: PretrainedConfig = cast(Any, module).config
+        self._sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
+        of_heads = cast(Any, module).kv_b_proj.weight.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        self._of_keys, self._of_values = torch.split(of_heads, [config.qk_nope_head_dim, config.v_head_dim], dim=1)
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Projects queries, `[heads, T, head_dim]`: `[heads, T, latent size + rotated size]` in the same dtype."""
+        plain, rotated = torch.split(query, self._sizes, dim=-1)
+        return torch.cat((torch.bmm(plain, self._of_keys), rotated), dim=-1)
+
+    def outputs(self, summed: Tensor) -> Tensor:
+        """Projects sums of latents, `[heads, T, latent size]`: `[1, T, heads, value head size]` in the same dtype."""
+        return torch.bmm(summed, self._of_values.transpose(1, 2)).transpose(0, 1).unsqueeze(0)
+
+
+def sums_of_latents(batch: AttentionBatch, layer: int, query: Tensor, scaling: float) -> Tensor:
+    """The attention of all heads to stored latents, by the backend's function, or by torch where it has none.
+
+    Args:
+        batch: the rows.
+        layer: the layer's index within the span.
+        query: `[N, heads, latent size + rotated size]` in the model's dtype, contiguous.
+        scaling: the factor of the scores.
+
+    Returns:
+        The sums of latents, `[N, heads, latent size]` in float32 or the query's dtype.
+    """
+    found = batch.backend.attend_to_latents(batch, layer, query, scaling)
+    if found is not None:
+        return found
+    outputs, (_, num_heads, numbers) = list[Tensor](), query.shape
+    for row in batch.rows:
+        own = query[row.start : row.end].transpose(0, 1).float() * scaling
+        most = MAX_EXPANDED_BYTES - _bytes_of_queries(num_heads, numbers, row.num_tokens)
+        piece_tokens = max(1, most // bytes_of_latent(query, row.num_tokens))
+
+        def attended(start: int, num_keys: int, row: PackedRow = row, own: Tensor = own) -> Part:
+            latents, rotated = row.cache.gather(layer, start + num_keys, start)
             bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
-            return _shared_keys(*queries, latents[0].float(), rotated_keys[0].float(), bias)
+            return _shared_keys(own, latents[0].float(), rotated[0].float(), bias)
 
-        summed = _in_pieces(attended, piece_tokens, row).to(query.dtype)
-        yield torch.bmm(summed[0], of_values.transpose(1, 2)).transpose(0, 1).unsqueeze(0)
+        outputs.append(_in_pieces(attended, piece_tokens, row)[0].transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _shared_keys(
-    projected: Tensor, rotated: Tensor, latents: Tensor, rotated_keys: Tensor, bias: Tensor | None
-) -> Part:
+def shapes_of_latents(modules: Iterable[nn.Module]) -> set[AttentionShape]:
+    """What attention modules that expand latents ask of attention when they attend to these themselves."""
+    shapes = set()
+    for module in modules:
+        if hasattr(module, "expand_kv"):
+            config: PretrainedConfig = cast(Any, module).config
+            size, rotated = int(config.kv_lora_rank), int(config.qk_rope_head_dim)
+            scaling = float(cast(Any, module).scaling)
+            shapes.add(
+                AttentionShape(config.num_attention_heads, 1, size + rotated, size, scaling, rotated_size=rotated)
+            )
+    return shapes
+
+
+def _shared_keys(queries: Tensor, latents: Tensor, rotated_keys: Tensor, bias: Tensor | None) -> Part:
     """The attention of all heads to one run of latents, which are keys and values; all tensors are float32.
 
     Args:
-        projected: `[heads, num_tokens, latent size]`, the scaled queries for latents.
-        rotated: `[heads, num_tokens, rotated size]`, the scaled queries for rotated keys.
+        queries: `[heads, num_tokens, latent size + rotated size]`, scaled.
         latents: `[keys, latent size]`.
         rotated_keys: `[keys, rotated size]`.
         bias: `[num_tokens, keys]`, 0 or minus infinity; None: 0.
     """
+    projected, rotated = torch.split(queries, [latents.shape[-1], rotated_keys.shape[-1]], dim=-1)
     scores = torch.mm(projected.flatten(0, 1), latents.T)
     scores = scores.addmm_(rotated.flatten(0, 1), rotated_keys.T).view(*projected.shape[:2], -1)
     if bias is not None:
@@ -290,5 +363,56 @@ def _expanded(module: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> tupl
     return keys, values
 
 
+def picked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    *,
+    scaling: float,
+    indices: Tensor,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls for one row whose tokens attend to those that an index picks.
+
+    A row of few new tokens attends to the latents of those alone, so that a step does not read the whole text.
+
+    Args:
+        module: the family's attention module, which expands latents.
+        query: `[1, heads, T, head_dim]` in the model's dtype.
+        key: `[1, 1, tokens, latent size]`, the latents of all tokens of the text.
+        value: `[1, 1, tokens, rotated size]`, the rotated parts of their keys.
+        attention_mask: bool `[1, 1, T, tokens]`: which tokens a token may attend to.
+        scaling: the factor of the scores.
+        indices: int32 `[1, T, picked]`: the tokens that the index picks, also such as the mask leaves out.
+
+    Returns:
+        The output `[1, T, heads, value head size]` in the query's dtype, and None.
+    """
+    picked = indices[0].long()
+    if not reads_latents(cast(Any, module).config, query.shape[2]):
+        expand: Any = type(module)
+        keys, values = expand.expand_kv(module, key, value)
+        mask = attention_mask & torch.zeros_like(attention_mask).scatter(-1, picked[None, None], True)
+        output, _ = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)
+        return output, None
+    weights = _Weights(module)
+    own = weights.queries(query[0]).float() * scaling
+    bias = torch.zeros_like(attention_mask[0, 0], dtype=torch.float32).masked_fill_(~attention_mask[0, 0], -torch.inf)
+    latents, rotated = key[0, 0], value[0, 0]
+    if picked.shape[1] == len(latents):
+        (summed,), _ = _shared_keys(own, latents.float(), rotated.float(), bias)
+    else:
+        of_tokens = (
+            _shared_keys(own[:, at, None], latents[seen].float(), rotated[seen].float(), bias[at, None, seen])[0][0]
+            for at, seen in enumerate(picked)
+        )
+        summed = torch.cat([*of_tokens], dim=1)
+    return weights.outputs(summed.to(query.dtype)), None
+
+
+AttentionMaskInterface.register(PICKED, sdpa_mask)
+AttentionInterface.register(PICKED, picked_attention)
 AttentionInterface.register(LATENT, latent_attention)
 AttentionInterface.register(EXPANDED, functools.partial(latent_attention, expands_all=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import (
+    SHORT_ROW,
     AttentionBackend,
     AttentionBatch,
     LayerInput,
@@ -24,8 +25,6 @@ from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import missing
 from corolla.wire.device_copies import copied_numbers
 
-# About half a tile of the kernel for chunks.
-_MOST_TOKENS_OF_SHORT_ROW: Final = 8
 MOST_KEYS_OF_SHORT_ROWS: Final = 2**19
 """How many keys the tokens of short rows read at most, counted for each of them. The results of their pages take 128
 MiB, if a model has 32 heads of 128 numbers, and a page 64 tokens."""
@@ -68,7 +67,7 @@ class PagedTriton(AttentionBackend):
         checks drafts, has few of these programs, so its tokens count as single ones; but only as many of them as the
         results of all pages have room for.
         """
-        num_short = _num_leading(rows, _MOST_TOKENS_OF_SHORT_ROW)
+        num_short = _num_leading(rows, SHORT_ROW)
         singles = [
             PackedRow(row.cache, row.position + index, row.start + index, row.start + index + 1)
             for row in rows[:num_short]
@@ -86,6 +85,10 @@ class PagedTriton(AttentionBackend):
         keys, values = batch.write(given.layer, given.key, given.value)
         return attend_stored(batch, replace(given, query=given.query.contiguous(), key=keys, value=values))
 
+    def attend_to_latents(self, batch: AttentionBatch, layer: int, query: Tensor, scaling: float) -> Tensor | None:
+        """See `AttentionBackend.attend_to_latents`."""
+        return attend_stored(batch, LayerInput(layer, query, *batch.store.layer(layer), scaling))
+
 
 def _num_leading(rows: Sequence[PackedRow], most_tokens: int) -> int:
     """How many rows there are before the first one of more tokens."""
@@ -98,14 +101,15 @@ def attend_stored(batch: AttentionBatch, given: LayerInput) -> Tensor:
     Args:
         batch: the rows.
         given: a contiguous query; `key` and `value` are those of all sessions, `[slots, key heads, head_dim]` each, as
-            the batch's store has them.
+            the batch's store has them. In multi-latent attention they are latents and rotated keys.
 
     Returns:
-        `[N, heads, head_dim]` in the query's dtype, on its device.
+        `[N, heads, head_dim]`, or `[N, heads, latent size]`, in the query's dtype, on its device.
     """
-    from corolla.kernels.triton.launches import attend
+    from corolla.kernels.triton.launches import attend, empty_output
 
-    codec, out = batch.store.codec, torch.empty_like(given.query)
+    codec = batch.store.codec
+    out = empty_output(given.query, given.key, given.value, None if codec is None else codec.name)
     for tables in batch.prepared[batch.store.group_of(given.layer)]:
         attend(
             given.query, given.key, given.value, tables, scaling=given.scaling, window=given.window,

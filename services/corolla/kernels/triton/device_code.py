@@ -256,12 +256,16 @@ def _stored(
 
 @triton.jit
 def _page(
-    q, keys, values, positions, start, end, scale, window, softcap,
+    q, rotated, keys, values, positions, start, end, scale, window, softcap,
     STRIDE: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    CODEC: tl.constexpr,
+    CODEC: tl.constexpr, ROTATED: tl.constexpr, ROTATED_BLOCK: tl.constexpr, ROTATED_STORED: tl.constexpr,
 ):  # fmt: skip
-    """One page's part: the greatest score, the sum of weights (as a column of a product), the weighted values."""
+    """One page's part: the greatest score, the sum of weights (as a column of a product), the weighted values.
+
+    Where ROTATED is not 0, `values` has so many more numbers of each key, for the queries `rotated`, and keys are
+    values, too.
+    """
     greatest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS, 16], tl.float32)
     acc = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
@@ -276,7 +280,15 @@ def _page(
             if HEAD != HEAD_BLOCK:
                 there = there & (at < HEAD)[None, :]
             key = _stored(keys, inner, at, inside, there, q.dtype, STRIDE, HEAD, CODEC)
-            scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+            scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+            if ROTATED:
+                more = tl.arange(0, ROTATED_BLOCK)
+                are_there = inside[:, None]
+                if ROTATED != ROTATED_BLOCK:
+                    are_there = are_there & (more < ROTATED)[None, :]
+                other = _stored(values, inner, more, inside, are_there, q.dtype, ROTATED_STORED, ROTATED, CODEC)
+                scores = tl.dot(rotated, tl.trans(other), scores, input_precision=PRECISION)
+            scores = scores * scale
             if HAS_SOFTCAP:
                 scores = softcap * _tanh(scores / softcap) * _LOG2E
             seen = inside[None, :] & ((start + inner)[None, :] <= positions[:, None])
@@ -287,11 +299,28 @@ def _page(
             safe = tl.where(new == -float("inf"), 0.0, new)
             weights = tl.exp2(scores - safe[:, None]).to(q.dtype)
             fade = tl.exp2(greatest - safe)
-            value = _stored(values, inner, at, inside, there, q.dtype, STRIDE, HEAD, CODEC)
+            value = key
+            if ROTATED == 0:
+                value = _stored(values, inner, at, inside, there, q.dtype, STRIDE, HEAD, CODEC)
             total = tl.dot(weights, one, total * fade[:, None], input_precision=PRECISION)
             acc = tl.dot(weights, value, acc * fade[:, None], input_precision=PRECISION)
             greatest = new
     return greatest, total, acc
+
+
+@triton.jit
+def _rotated(
+    query, number, inside, like, HEAD: tl.constexpr, ROTATED: tl.constexpr, ROTATED_BLOCK: tl.constexpr
+):  # fmt: skip
+    """The rotated numbers of queries, which follow their HEAD others; `like` where there are none."""
+    found = like
+    if ROTATED:
+        more = tl.arange(0, ROTATED_BLOCK)
+        there = inside[:, None]
+        if ROTATED != ROTATED_BLOCK:
+            there = there & (more < ROTATED)[None, :]
+        found = tl.load(query + number[:, None] * (HEAD + ROTATED) + HEAD + more[None, :], mask=there, other=0.0)
+    return found
 
 
 @triton.jit(do_not_specialize=["table_width", "window"])
@@ -301,8 +330,12 @@ def attend_chunks(
     TOKENS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     CODEC: tl.constexpr, STORED: tl.constexpr,
+    ROTATED: tl.constexpr, ROTATED_BLOCK: tl.constexpr, ROTATED_STORED: tl.constexpr,
 ):  # fmt: skip
-    """Chunks: a tile of TOKENS tokens of one row times the GROUP heads that share a key head, page after page."""
+    """Chunks: a tile of TOKENS tokens of one row times the GROUP heads that share a key head, page after page.
+
+    Where all heads share one, a group is a part of them; see `_page` for ROTATED.
+    """
     tile, key_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, stop = tl.load(first_queries + row), tl.load(first_queries + row + 1)
     if begin + tile * TOKENS >= stop:
@@ -316,11 +349,13 @@ def attend_chunks(
     if GROUP != GROUP_BLOCK:
         inside = inside & (lane % GROUP_BLOCK < GROUP)
     at = tl.arange(0, HEAD_BLOCK)
-    where = (token * NUM_HEADS + head).to(tl.int64)[:, None] * HEAD + at[None, :]
+    of_head = (token * NUM_HEADS + head).to(tl.int64)
+    where = of_head[:, None] * HEAD + at[None, :]
     there = inside[:, None]
     if HEAD != HEAD_BLOCK:
         there = there & (at < HEAD)[None, :]
-    q = tl.load(query + where, mask=there, other=0.0)
+    q = tl.load(query + of_head[:, None] * (HEAD + ROTATED) + at[None, :], mask=there, other=0.0)
+    rotated = _rotated(query, of_head, inside, q, HEAD, ROTATED, ROTATED_BLOCK)
     held = tl.load(num_keys + row)
     positions = held - (stop - token)
     end = tl.minimum(held - (stop - (begin + (tile + 1) * TOKENS)), held)
@@ -335,10 +370,12 @@ def attend_chunks(
         greatest = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2E
         total += 1.0
     for number in range(first, tl.cdiv(end, PAGE)):
-        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * STORED
+        slot = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE
+        base = slot * STRIDE + (0 if ROTATED else key_head * STORED)
         m, l, a = _page(
-            q, keys + base, values + base, positions, number * PAGE, end, scale, window, softcap,
-            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODEC,
+            q, rotated, keys + base, values + (slot * ROTATED_STORED if ROTATED else base), positions, number * PAGE,
+            end, scale, window, softcap, STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP,
+            PRECISION, CODEC, ROTATED, ROTATED_BLOCK, ROTATED_STORED,
         )  # fmt: skip
         new = tl.maximum(greatest, m)
         safe = tl.where(new == -float("inf"), 0.0, new)
@@ -368,6 +405,7 @@ def attend_pages(
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     CODEC: tl.constexpr, STORED: tl.constexpr,
+    ROTATED: tl.constexpr, ROTATED_BLOCK: tl.constexpr, ROTATED_STORED: tl.constexpr,
 ):  # fmt: skip
     """Single tokens: each page of one row by itself, for the GROUP heads that share a key head.
 
@@ -381,21 +419,24 @@ def attend_pages(
     STRIDE: tl.constexpr = NUM_KEY_HEADS * STORED
     lane, at = tl.arange(0, ROWS), tl.arange(0, HEAD_BLOCK)
     inside = lane < GROUP
-    where = (row * NUM_HEADS + key_head * GROUP + lane)[:, None] * HEAD + at[None, :]
+    of_head = row * NUM_HEADS + key_head * GROUP + lane
     there = inside[:, None]
     if HEAD != HEAD_BLOCK:
         there = there & (at < HEAD)[None, :]
-    q = tl.load(query + where, mask=there, other=0.0)
+    q = tl.load(query + of_head[:, None] * (HEAD + ROTATED) + at[None, :], mask=there, other=0.0)
+    rotated = _rotated(query, of_head, inside, q, HEAD, ROTATED, ROTATED_BLOCK)
     positions = tl.full([ROWS], 0, tl.int32) + held - 1
     first_part = tl.load(first_parts + row).to(tl.int64)
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(held - window, 0) // PAGE
     for number in range(first + split, tl.cdiv(held, PAGE), splits):
-        base = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE * STRIDE + key_head * STORED
+        slot = tl.load(pages + row * table_width + number).to(tl.int64) * PAGE
+        base = slot * STRIDE + (0 if ROTATED else key_head * STORED)
         m, l, a = _page(
-            q, keys + base, values + base, positions, number * PAGE, held, scale, window, softcap,
-            STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODEC,
+            q, rotated, keys + base, values + (slot * ROTATED_STORED if ROTATED else base), positions, number * PAGE,
+            held, scale, window, softcap, STRIDE, ROWS, HEAD, HEAD_BLOCK, BLOCK, PAGE, HAS_WINDOW, HAS_SOFTCAP,
+            PRECISION, CODEC, ROTATED, ROTATED_BLOCK, ROTATED_STORED,
         )  # fmt: skip
         if sinks is not None:
             m, l, a = _with_sinks(sinks + key_head * GROUP + lane, inside & (number == first), m, l, a)

@@ -317,8 +317,12 @@ def attend(
 ) -> Tensor:
     """Attention of all rows of some tables over their pages.
 
+    In multi-latent attention, all heads share one key head. Its keys are latents, which are the values, too, and what
+    stands for values are further numbers of keys, the rotated ones.
+
     Args:
         query: `[N, heads, head_dim]` of the new tokens of all rows, whose keys and values are stored; more may follow.
+            `[N, heads, latent size + rotated size]` in multi-latent attention.
         keys: `[slots, key heads, head_dim]`; with a codec int8 `[slots, key heads, stored size]`.
         values: `[slots, key heads, head_dim]`, likewise.
         tables: rows of these new tokens; rows of one token each begin with the first of them.
@@ -330,25 +334,26 @@ def attend(
         out: `[N, heads, head_dim]`; gets the results of these rows, and keeps its other tokens; None: a new tensor.
 
     Returns:
-        `[N, heads, head_dim]`, in the query's shape; what follows the new tokens is not written.
+        `[N, heads, head_dim]`, or `[N, heads, latent size]`; what follows the new tokens is not written.
     """
     num_rows, width = tables.pages.shape
-    _, num_heads, head = query.shape
-    _, num_key_heads, stored = keys.shape
+    num_heads = query.shape[1]
+    out = empty_output(query, keys, values, codec) if out is None else out
+    head = out.shape[2]
     heads = _Heads(
-        num_heads, head, num_key_heads, stored, query.dtype, codec or "", tables.page_tokens, window is not None,
-        softcap is not None, _shared_memory(query.device),
+        num_heads, head, keys.shape[1], keys.shape[2], query.dtype, codec or "", tables.page_tokens, window is not None,
+        softcap is not None, _shared_memory(query.device), query.shape[2] - head, values.shape[2],
     )  # fmt: skip
-    out = torch.empty_like(query) if out is None else out
+    num_groups = num_heads // heads.group
     scale = scaling * (1.0 if softcap is not None else _LOG2E)
     numbers = (scale, window or 0, softcap or 0.0, width)
     if tables.max_queries == 1:
-        splits = max(1, min(width, _PROGRAMS // (num_rows * num_key_heads)))
+        splits = max(1, min(width, _PROGRAMS // (num_rows * num_groups)))
         parts = torch.empty(tables.num_pages, num_heads, head, dtype=torch.float32, device=query.device)
         sums, maxima = (torch.empty(tables.num_pages, num_heads, device=query.device) for _ in range(2))
         attending, merging = _attention_of_tokens(heads)
         launch(
-            attending, (splits, num_key_heads, num_rows), query, keys, values, sinks, parts, sums, maxima, tables.pages,
+            attending, (splits, num_groups, num_rows), query, keys, values, sinks, parts, sums, maxima, tables.pages,
             tables.num_keys, tables.first_pages, *numbers, splits,
         )  # fmt: skip
         launch(
@@ -358,10 +363,26 @@ def attend(
         return out
     tokens, attending = _attention_of_chunks(heads)
     launch(
-        attending, (-(-tables.max_queries // tokens), num_key_heads, num_rows), query, keys, values, sinks, out,
+        attending, (-(-tables.max_queries // tokens), num_groups, num_rows), query, keys, values, sinks, out,
         tables.pages, tables.first_queries, tables.num_keys, *numbers,
     )  # fmt: skip
     return out
+
+
+def empty_output(query: Tensor, keys: Tensor, values: Tensor, codec: str | None) -> Tensor:
+    """A tensor for the results of `attend`.
+
+    Args:
+        query: `[N, heads, head_dim]`, or `[N, heads, latent size + rotated size]`.
+        keys: `[slots, key heads, head_dim]`, or latents; see `attend`.
+        values: `[slots, key heads, head_dim]`, or rotated keys.
+        codec: see `attend`.
+
+    Returns:
+        `[N, heads, head_dim]`, or `[N, heads, latent size]`, in the query's dtype.
+    """
+    is_latent = query.shape[2] != _head_size(values.shape[2], codec)
+    return query.new_empty(*query.shape[:2], _head_size(keys.shape[2], codec) if is_latent else query.shape[2])
 
 
 class _Heads(NamedTuple):
@@ -369,6 +390,8 @@ class _Heads(NamedTuple):
 
     Attributes:
         shared_memory: how many bytes of shared memory a program may take.
+        rotated: how many numbers of a query are rotated, in multi-latent attention; otherwise 0.
+        rotated_stored: how many numbers of the pages the rotated ones of a key take.
     """
 
     num_heads: int
@@ -381,19 +404,33 @@ class _Heads(NamedTuple):
     has_window: bool
     has_softcap: bool
     shared_memory: int
+    rotated: int
+    rotated_stored: int
 
     @property
     def block(self) -> int:
         """How many keys are loaded together."""
-        return min(_KEYS_OF_BLOCK, max(_LEAST_SIDE, power_of_two(self.page_tokens)))
+        most = _KEYS_OF_BLOCK
+        if self.rotated:
+            # The shared memory has the queries, and the keys twice, of which one is transposed.
+            rows = self.shared_memory // ((self.head_block + self.rotated_block) * self.dtype.itemsize)
+            most = min(most, power_of_two(max(_LEAST_SIDE, (rows - self.tile[0]) // 2) + 1) // 2)
+        return min(most, max(_LEAST_SIDE, power_of_two(self.page_tokens)))
 
     @property
     def head_block(self) -> int:
         return max(_LEAST_SIDE, power_of_two(self.size))
 
     @property
+    def rotated_block(self) -> int:
+        return max(_LEAST_SIDE, power_of_two(max(1, self.rotated)))
+
+    @property
     def group(self) -> int:
-        return self.num_heads // self.num_key_heads
+        """How many heads, which share a key head, a program takes."""
+        if not self.rotated:
+            return self.num_heads // self.num_key_heads
+        return max(each for each in range(1, self.tile[0] + 1) if self.num_heads % each == 0)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -401,7 +438,8 @@ class _Heads(NamedTuple):
             "NUM_HEADS": self.num_heads, "NUM_KEY_HEADS": self.num_key_heads, "HEAD": self.size,
             "HEAD_BLOCK": self.head_block, "GROUP": self.group, "BLOCK": self.block, "PAGE": self.page_tokens,
             "HAS_WINDOW": self.has_window, "HAS_SOFTCAP": self.has_softcap, "PRECISION": precision(self.dtype),
-            "CODEC": self.codec, "STORED": self.stored, **_EXACT,
+            "CODEC": self.codec, "STORED": self.stored, "ROTATED": self.rotated,
+            "ROTATED_BLOCK": self.rotated_block, "ROTATED_STORED": self.rotated_stored, **_EXACT,
         }  # fmt: skip
 
     def stages(self, most: int) -> int:
@@ -421,7 +459,8 @@ def _attention_of_tokens(heads: _Heads) -> tuple[Variant, Variant]:
     """What attends to each page, and what merges the pages."""
     attending = variant(
         device_code.attend_pages, ROWS=max(_LEAST_SIDE, power_of_two(heads.group)), **heads.constants,
-        num_warps=heads.tile[1] if heads.dtype == torch.float32 else _CHUNK_TILE[1], num_stages=heads.stages(3),
+        num_warps=heads.tile[1] if heads.rotated or heads.dtype == torch.float32 else _CHUNK_TILE[1],
+        num_stages=heads.stages(3),
     )  # fmt: skip
     merging = variant(
         device_code.merge_pages, NUM_HEADS=heads.num_heads, HEAD=heads.size, COLUMNS=_MERGED_COLUMNS,

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from corolla.compute.attention import latents
+from corolla.cache.store import KVStore
+from corolla.compute.attention import compiled_attention, latents
 from corolla.compute.attention.base import AttentionBatch, PackedRow
+from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.compute.attention.latents import (
     bytes_of_key,
     bytes_of_latent,
@@ -89,13 +91,14 @@ def test_rows_give_what_transformers_does_together_apart_and_in_pieces(
     assert max(sizes[2]) == 3
     assert sum(sizes[2]) == 250 * 3
     # A decode step over 121 latents takes several pieces, too.
-    assert most // bytes_of_latent(model.config, torch.empty(0), 1) < 121
+    assert most // bytes_of_latent(torch.empty(0, 4, 24), 1) < 121
 
 
-def test_a_row_has_the_same_bits_alone_and_next_to_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["compiled", "flash"])
+def test_a_row_has_the_same_bits_alone_and_next_to_others(tmp_path: Path, attention: str) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=torch.float32)
-    runner = SpanRunner(model, num_pages=64, page_tokens=8, products="library")
+    runner = SpanRunner(model, num_pages=64, page_tokens=16, products="library", attention=attention)
     caches, generator = [runner.new_cache() for _ in range(3)], torch.Generator().manual_seed(0)
     given = [torch.randn(120, 1, size, generator=generator) for size in (512, 64)]
     for cache in caches:
@@ -117,6 +120,61 @@ def test_a_row_has_the_same_bits_alone_and_next_to_others(tmp_path: Path) -> Non
     assert torch.equal(together[:1], attended(query[:, :, :1], rows[:1]))
     assert torch.equal(together[:1], together[1:2])
     assert torch.equal(together[2:], attended(query[:, :, 2:], [PackedRow(caches[1], 115, 0, 5)]))
+
+
+def test_compiled_sums_have_the_same_bits_in_every_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In short rows, and in long ones, which have one piece of keys; whatever the threads and registers."""
+    num_heads, num_tokens, generator = 20, 2100, torch.Generator().manual_seed(0)
+    given = [torch.randn(num_tokens, 1, size, generator=generator) for size in (32, 16)]
+    query = torch.randn(num_tokens, num_heads, 48, generator=generator)
+    backend, store = CompiledAttention(), KVStore(140, 16, [None], max_step_tokens=num_tokens)
+    cache = store.new_cache()
+    cache.reserve(num_tokens)
+    cache.prepare(0, num_tokens)
+    AttentionBatch(store, [PackedRow(cache, 0, 0, num_tokens)], backend).write(0, *given)
+
+    def summed(start: int, end: int) -> Tensor:
+        batch = AttentionBatch(store, [PackedRow(cache, start, 0, end - start)], backend)
+        found = backend.attend_to_latents(batch, 0, query[start:end], 0.2)
+        assert found is not None
+        return found
+
+    whole = {end - start: summed(start, end) for start, end in ((2040, 2048), (2020, 2100))}
+    monkeypatch.setattr(compiled_attention, "max_sums", lambda: 6)
+    for start, end in ((2040, 2041), (2041, 2048), (2044, 2046)):
+        assert torch.equal(summed(start, end), whole[8][start - 2040 : end - 2040])
+    for start, end in ((2020, 2031), (2031, 2100)):
+        assert torch.equal(summed(start, end), whole[80][start - 2020 : end - 2020])
+
+
+def test_a_row_whose_index_picks_tokens_reads_their_latents_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint("deepseek_v32", tmp_path / "tiny")))
+    outputs, expanded, hidden = [], list[int](), torch.randn(135, 64, generator=torch.Generator().manual_seed(0))
+    for is_fused in (True, False):
+        model = load_span(checkpoint, Span(0, 1), dtype=torch.float32)
+        attention: Any = next(module for module in model.modules() if hasattr(module, "expand_kv"))
+        expand = type(attention).expand_kv
+
+        def counted(module: Any, given: Tensor, rotated: Tensor, expand: Any = expand) -> tuple[Tensor, Tensor]:
+            expanded.append(given.shape[2])
+            keys, values = expand(module, given, rotated)
+            return keys, values
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(attention), "expand_kv", counted)
+            runner = SpanRunner(model, page_tokens=8, products="library", is_fused=is_fused)
+            cache = runner.new_cache()
+            cache.reserve(135)
+            parts = torch.split(hidden, [10, 120, 4, 1])
+            outputs += [
+                torch.cat(
+                    [runner.forward([RowWork(cache, cache.num_tokens, len(part))], part, Span(0, 1)) for part in parts]
+                )
+            ]
+    assert expanded == [130, 10, 130, 134, 135]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
 
 
 def peak_of_attention(num_tokens: int, num_queries: int, runner: SpanRunner) -> tuple[int, Tensor]:
@@ -169,10 +227,12 @@ def test_one_row_takes_no_more_than_its_share(
 ) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
-    runner = SpanRunner(model, num_pages=320, page_tokens=32, products="library")
+    runner = SpanRunner(model, num_pages=320, page_tokens=32, products="library", attention="flash")
     most = most_mib << 20
-    bytes_of = bytes_of_latent if reads_latents(model.config, num_queries) else bytes_of_key
-    key_bytes = bytes_of(model.config, torch.empty(0, dtype=dtype), num_queries)
+    if reads_latents(model.config, num_queries):
+        key_bytes = bytes_of_latent(torch.empty(0, 16, 576, dtype=dtype), num_queries)
+    else:
+        key_bytes = bytes_of_key(model.config, torch.empty(0, dtype=dtype), num_queries)
     assert num_tokens * key_bytes > 4 * most
     undivided_peak, expected = peak_of_attention(num_tokens, num_queries, runner)
     monkeypatch.setattr(latents, "MAX_EXPANDED_BYTES", most)
