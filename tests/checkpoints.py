@@ -147,6 +147,11 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
     "xglm": {"d_model": HIDDEN_SIZE, "attention_heads": 4, "ffn_dim": 96},
     "biogpt": {},
     "minimax_m2": {**_HEAD_SIZE, **_LOCAL_EXPERTS, "intermediate_size": 32},
+    "minimax_m3_vl_text": {
+        **_HEAD_SIZE, **_LOCAL_EXPERTS, "intermediate_size": 32, "dense_intermediate_size": 64,
+        "shared_intermediate_size": 32, "rotary_dim": 8, "index_n_heads": 2, "index_head_dim": 24,
+        "index_block_size": 8, "index_topk_blocks": 2,
+    },
     "deepseek_v2": {**_ROUTED, **_LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     "deepseek_v3": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     "deepseek_v32": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, **_INDEX},
@@ -304,6 +309,9 @@ def tiny_config(family: str, num_blocks: int = 5, **changes: Any) -> PretrainedC
     if family == "nemotron_h":
         blocks = ("moe", "linear_attention", "full_attention", "linear_attention", "mlp")
         facts = {**facts, "layers_block_type": [blocks[block % len(blocks)] for block in range(num_blocks)]}
+    if family == "minimax_m3_vl_text":
+        picking = ["full_attention", *["minimax_m3_sparse"] * (num_blocks - 1)]
+        facts = {**facts, "layer_types": picking, "mlp_layer_types": ["dense", *["sparse"] * (num_blocks - 1)]}
     if family == "bamba":
         facts = {**facts, "attn_layer_indices": list(range(1, num_blocks, 4))}
     if family in ("gpt2", "gptj", "gpt_bigcode", "codegen"):

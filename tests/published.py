@@ -308,11 +308,6 @@ _WHOLE_BLOCKS: Final = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32, "v_head_dim": 16,
 }  # fmt: skip
 _INDEXED: Final = {**_WHOLE_BLOCKS, "index_head_dim": 32}
-_MINIMAX_M3: Final = {
-    "model_type": "minimax_m3_vl_text", "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "dense_intermediate_size": 96, "shared_intermediate_size": 32, "rotary_dim": 8, "index_n_heads": 2,
-    "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 2,
-}  # fmt: skip
 _SINGLE_EXPERTS_ONLY: Final[Mapping[str, Any]] = {"mlp_only_layers": []}
 _WIDER_SHARED: Final = {"shared_expert_intermediate_size": 64}
 
@@ -395,7 +390,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         change=_further_block,
     ),
     Published("MiniMax-M2.5", "minimax_m2", weights="FP8", made="fp8-blocks"),
-    Published("MiniMax-M3", "", "minimax_m3_vl", _MINIMAX_M3, _SIGLIP),
+    Published("MiniMax-M3", "minimax_m3_vl_text", "minimax_m3_vl", vision=_SIGLIP),
     Published("gpt-oss-20b", "gpt_oss", weights="MXFP4", made="mxfp4"),
     Published("gpt-oss-120b", "gpt_oss", weights="MXFP4", made="mxfp4"),
     Published("Mistral-Small-3.2", "mistral", "mistral3", vision=_PIXTRAL, vocabulary=tekken_folder),

@@ -232,6 +232,7 @@ _FAMILIES = (
         )
         for name in ("deepseek_v32", "glm_moe_dsa")
     ),
+    Family("minimax_m3_vl_text", packs_rows=False, past=Past(picks_tokens=True)),
     Family(
         "kimi_linear",
         past=Past(caches_latents=True, keeps_states=True, packs_states=True),
@@ -290,10 +291,7 @@ UNSERVED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
     "longcat_flash": "two attentions in one block",
-    **dict.fromkeys(
-        ("deepseek_v4", "minimax_m3_vl_text"),
-        "attention to runs of tokens that an index picks",
-    ),
+    "deepseek_v4": "attention to runs of tokens that an index picks",
     **dict.fromkeys(("minimax", "rwkv", "xlstm"), "a cache of their own kind"),
     **dict.fromkeys(
         ("hrm_text", "inkling_text", "inkling2_text", "qwen4_exp_text", "zaya"),

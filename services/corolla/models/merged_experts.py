@@ -11,7 +11,11 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -30,6 +34,11 @@ from corolla.models.quantized.tensors import PackedWeight
 _OF_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 # Families for whose experts one by one transformers has no conversion, and a family that has the right one.
 _CONVERTED_LIKE: Final = {"mistral4": "qwen2_moe"}
+
+# transformers has the conversions of the whole model's files, whose language model has a type of its own.
+register_checkpoint_conversion_mapping(
+    "minimax_m3_vl_text", get_checkpoint_conversion_mapping("minimax_m3_vl") or [], overwrite=True
+)
 
 
 class MergedExperts:
