@@ -31,9 +31,9 @@ FAMILIES = [
     *(
         pytest.param(family, products, torch.float32, marks=mark)
         for family, products, mark in (
-            ("falcon_h1", "auto", pytest.mark.kind), ("kimi_linear", "panels", pytest.mark.kind),
-            ("lfm2_moe", "library", pytest.mark.kind), ("lfm3", "auto", pytest.mark.full),
-            ("nemotron_h", "auto", pytest.mark.kind), ("olmo_hybrid", "auto", pytest.mark.full),
+            ("falcon_h1", "library", pytest.mark.kind), ("kimi_linear", "panels", pytest.mark.kind),
+            ("lfm2_moe", "library", pytest.mark.full), ("lfm3", "auto", pytest.mark.full),
+            ("nemotron_h", "auto", pytest.mark.full), ("olmo_hybrid", "auto", pytest.mark.full),
         )
     ),
 ]  # fmt: skip
