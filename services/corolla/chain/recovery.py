@@ -396,12 +396,12 @@ class Recovery:
             method = "tokens" if segment.source == CLIENT else "outputs"
             try:
                 with spans.span("replay", source=method, start=segment.start, end=segment.end):
-                    await self.replayer.replay(job.binding, number, sequence, segment)
+                    num_replayed = await self.replayer.replay(job.binding, number, sequence, segment)
             except OutputsNotKept:
                 job.without_outputs.add(hops[segment.source].server_id)
                 raise
             job.methods.add(method)
-            job.num_recomputed_tokens += (segment.end - segment.start) * len(segment.hops)
+            job.num_recomputed_tokens += num_replayed * len(segment.hops)
 
 
 def _text(sequence: History) -> TextDigests:

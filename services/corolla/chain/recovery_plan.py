@@ -49,6 +49,7 @@ class ReplaySegment:
         start: the first token.
         end: the token behind the last one.
         scratch: the hops that lack nothing. They compute in a scratch session, only to pass their outputs on.
+        begins: where the replay may begin instead of at `start`, if the scratch sessions hold the tokens before.
     """
 
     source: int
@@ -57,6 +58,7 @@ class ReplaySegment:
     start: int
     end: int
     scratch: frozenset[int]
+    begins: range = range(0)
 
     @property
     def hops(self) -> range:
@@ -96,7 +98,7 @@ def _nearest(
 ) -> list[ReplaySegment]:
     """The segments that give the hop `last` the tokens before `end`."""
     start = states[last].start_for(end)
-    scratch: set[int] = set()
+    lacking, scratch = [states[last]], set[int]()
     for source in range(last - 1, CLIENT, -1):
         state = states[source]
         if not lacks[source] and state.kept_end >= end:
@@ -108,6 +110,7 @@ def _nearest(
                 beginning = _nearest(states, lacks, last, state.kept_start, may_scratch)
                 return [*beginning, ReplaySegment(source, source + 1, last, state.kept_start, end, frozenset())]
         if lacks[source]:
+            lacking.append(state)
             start = min(start, state.start_for(end))
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
                 start = 0
@@ -117,4 +120,7 @@ def _nearest(
             start = 0
             if may_scratch:
                 scratch.add(source)
-    return [ReplaySegment(CLIENT, 0, last, start, end, frozenset(scratch))]
+    first_lacking = min(state.start_for(end) for state in lacking)
+    first_begin = max(1, *(state.min_position for state in lacking))
+    begins = range(first_begin, first_lacking + 1) if scratch else range(0)
+    return [ReplaySegment(CLIENT, 0, last, start, end, frozenset(scratch), begins)]

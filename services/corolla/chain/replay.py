@@ -13,7 +13,7 @@ from corolla.chain.step_window import StepWindow, chunk_tokens
 from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CorollaError, HopLeaving, OutOfPages
 from corolla.v1 import blocks_pb2 as pb
-from corolla.v1 import common_pb2
+from corolla.wire.page_hashes import TextDigests
 
 
 class Replayer:
@@ -25,11 +25,14 @@ class Replayer:
         self._limits = limits
         self._budget = _TokenBudget(limits.max_replayed_tokens)
 
-    async def replay(self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment) -> None:
+    async def replay(self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment) -> int:
         """Runs the segment; returns when its hops that lacked tokens hold `sequence` up to the segment's end.
 
         The hops in `segment.scratch` lacked none, and only pass outputs on to the next hop. `number` is the index of
         the sequence's identity in `binding.identities`.
+
+        Returns:
+            How many tokens were replayed.
 
         Raises:
             CorollaError: OutOfPages if a scratch hop has no room; OutputsNotKept if the source no longer keeps its
@@ -38,8 +41,10 @@ class Replayer:
         hops = list(binding.chain.hops[segment.first : segment.last + 1])
         async with (
             self._budget.of(segment.end - segment.start),
-            self._scratch(binding, number, segment) as scratch,
+            self._scratch(binding, number, sequence, segment) as (scratch, num_held),
         ):
+            if num_held in segment.begins:
+                segment = replace(segment, start=num_held)
             with StepWindow[None](len(hops), self._limits.step_timeout_s, lambda _, results: None) as window:
                 for start, end in self._steps(binding, sequence, segment):
                     await window.make_room()
@@ -59,6 +64,7 @@ class Replayer:
                         sent = self._plane.resend(source, hops, [row], segment.scratch_mask)
                     window.add(None, sent)
                 await window.drain()
+        return segment.end - segment.start
 
     def _steps(self, binding: ChainBinding, sequence: History, segment: ReplaySegment) -> Iterable[tuple[int, int]]:
         """The steps of a segment, each as the first and the end of its tokens.
@@ -80,31 +86,40 @@ class Replayer:
         return all(self._plane.has_equal_cuts(binding.chain.hops[hop].address) for hop in segment.hops)
 
     @asynccontextmanager
-    async def _scratch(self, binding: ChainBinding, number: int, segment: ReplaySegment) -> AsyncIterator[bytes]:
-        """Opens a scratch session on the scratch hops, and yields its id, which is empty if there are no such hops.
+    async def _scratch(
+        self, binding: ChainBinding, number: int, sequence: History, segment: ReplaySegment
+    ) -> AsyncIterator[tuple[bytes, int]]:
+        """Opens a scratch session on the scratch hops. Yields its id, empty without such hops, and what it holds there.
 
         The hops compute in the scratch session, so that the session that they hold stays as it is.
         """
         if not segment.scratch:
-            yield b""
+            yield b"", 0
             return
         identity = replace(binding.identities[number], session_id=secrets.token_bytes(16))
         prompts = binding.open_options.prompts
+        # A cached token produces no output, so pages are of use only for tokens that no later hop lacks. No hop finds
+        # the last token of a text.
+        texts = None
+        if segment.begins and binding.open_options.texts is not None:
+            texts = [TextDigests(sequence.inputs(0, segment.begins[-1] + 1).token_ids)]
         open_options = replace(
             binding.open_options,
             max_tokens=segment.end,
             transient=True,
             recorded_chain=None,
-            # No prefix cache: a cached token produces no output, and the replay needs the output of every token.
-            texts=None,
+            texts=texts,
+            write_start=0,
             prompts=None if prompts is None else [prompts[number]],
             samplers=None,
             keeps_outputs=False,
         )
         hops = [binding.chain.hops[hop] for hop in sorted(segment.scratch)]
         try:
-            await self._reservations.open([identity], open_options, common_pb2.Chain(hops=hops))
-            yield identity.session_id
+            num_held = await self._reservations.open_scratch(
+                identity, open_options, binding.chain, sorted(segment.scratch)
+            )
+            yield identity.session_id, num_held
         except NotOpened as refused:
             failure = refused.failures[0][1]
             if isinstance(failure, HopLeaving):

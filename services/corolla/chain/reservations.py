@@ -558,6 +558,24 @@ class Reservations:
             for number, on_hop in answers.items()
         }
 
+    async def open_scratch(
+        self, identity: SessionIdentity, open_options: OpenOptions, chain: common_pb2.Chain, numbers: Iterable[int]
+    ) -> int:
+        """Opens a session on the hops of a chain with these numbers.
+
+        Returns:
+            How many tokens each of them holds, so that it can continue from there.
+
+        Raises:
+            NotOpened: a hop failed; the others may have opened the session.
+        """
+        opened = await self._open_hops(
+            [identity], open_options, chain, dict.fromkeys(numbers, open_options.write_start)
+        )
+        replies = [reply for on_hop in opened.values() for reply, _ in on_hop]
+        position = min(reply.num_cached_tokens for reply in replies)
+        return position if position >= max(reply.min_position for reply in replies) else 0
+
     async def open_standby(
         self,
         binding: ChainBinding,

@@ -73,8 +73,9 @@ class EmptyReservations:
 
 
 def recovery_with(fill: Callable[[int], Any], routes: Any = None, num_refusals: int = 0) -> Recovery:
-    async def replay(binding: ChainBinding, number: int, *_args: Any) -> None:
+    async def replay(binding: ChainBinding, number: int, *_args: Any) -> int:
         await fill(number)
+        return 0
 
     routes = SameRoutes() if routes is None else routes
     reservations: Any = EmptyReservations(num_refusals)

@@ -49,20 +49,23 @@ class Hop:
 
 
 def run(hops: list[Hop], segment: ReplaySegment) -> None:
-    scratch: dict[int, list[int]] = {number: [] for number in segment.scratch}
+    scratch = {number: list(range(segment.start)) for number in segment.scratch}
     for token in range(segment.start, segment.end):
         state = output(CLIENT, token) if segment.source == CLIENT else hops[segment.source].kept[token]
         for number in segment.hops:
             state = hops[number].process(token, state, scratch.get(number, hops[number].held))
 
 
-@given(chains, st.booleans())
+@given(chains, st.booleans(), st.data())
 def test_after_the_lanes_every_hop_holds_all_and_no_other_was_touched(
-    chain: tuple[int, list[HopState]], may_scratch: bool
+    chain: tuple[int, list[HopState]], may_scratch: bool, data: st.DataObject
 ) -> None:
     position, states = chain
     hops = [Hop(number, state) for number, state in enumerate(states)]
-    segments = plan_segments(states, position, may_scratch=may_scratch)
+    segments = [
+        replace(segment, start=data.draw(st.sampled_from([segment.start, *segment.begins])))
+        for segment in plan_segments(states, position, may_scratch=may_scratch)
+    ]
     for segment in segments:
         run(hops, segment)
     lacking = {number for number, state in enumerate(states) if state.start_for(position) < position}
@@ -102,6 +105,11 @@ def test_hops_without_boundary_activations_compute_in_scratch_sessions() -> None
     segments = plan_segments([HopState(8), HopState(0), HopState(8), HopState(2)], 8)
     assert segments == [ReplaySegment(CLIENT, 0, 3, 0, 8, frozenset({0, 2}))]
     assert segments[0].scratch_mask == 0b101
+    (segment,) = plan_segments([HopState(8), HopState(5), HopState(8), HopState(2, 1)], 8)
+    assert segment.scratch == {0, 2}
+    assert segment.begins == range(1, 3), "the last hop holds two tokens"
+    (segment,) = plan_segments([HopState(8), HopState(5), HopState(8), HopState(4, 3)], 8)
+    assert segment.begins == range(3, 5)
 
 
 @given(chains)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from corolla.chain.history import TokenHistory
@@ -14,6 +15,7 @@ from corolla.chain.streams import DataPlane
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.adapter_version import AdapterVersion
+from corolla.wire.page_hashes import TextDigests
 
 HOPS = [common_pb2.Hop(server_id=name, address=f"{name}:1") for name in "ab"]
 MOST = 128
@@ -43,7 +45,10 @@ class Plane:
         return [answer]
 
 
-async def steps_of(plane: Plane, *, end: int = 50, follows_numerics: bool = True, **options: Any) -> list[Any]:
+async def steps_of(
+    plane: Plane, segment: ReplaySegment | None = None, reservations: Any = None, *, end: int = 50,
+    follows_numerics: bool = True, **options: Any
+) -> list[Any]:  # fmt: skip
     """Those of a prompt of two chunks and ten tokens one by one."""
     history = TokenHistory()
     for start, count, is_prompt in [(0, 20, True), (20, 20, True), *((40 + number, 1, False) for number in range(10))]:
@@ -53,8 +58,8 @@ async def steps_of(plane: Plane, *, end: int = 50, follows_numerics: bool = True
         (SessionIdentity(bytes(16), 1, "tenant"),), common_pb2.Chain(hops=HOPS),
         OpenOptions(max_tokens=64, transient=True, **options), MOST,
     )  # fmt: skip
-    replayer = Replayer(cast(Reservations, None), cast(DataPlane, plane), limits)
-    await replayer.replay(binding, 0, history, ReplaySegment(CLIENT, 0, 1, 0, end, frozenset()))
+    replayer = Replayer(cast(Reservations, reservations), cast(DataPlane, plane), limits)
+    await replayer.replay(binding, 0, history, segment or ReplaySegment(CLIENT, 0, 1, 0, end, frozenset()))
     return plane.steps
 
 
@@ -72,3 +77,25 @@ async def test_elsewhere_chunks_of_prompts_stay_as_they_were_unless_no_cut_chang
     assert await steps_of(Plane(["a:1"])) == AS_THEY_WERE, "one of the hops says nothing of cuts"
     assert await steps_of(Plane(["a:1", "b:1"])) == [(0, 50)]
     assert await steps_of(Plane(["a:1", "b:1"]), adapter=adapter) == AS_THEY_WERE
+
+
+async def test_a_scratch_session_begins_where_its_pages_end() -> None:
+    opened = list[Any]()
+
+    class Pages:
+        """Hops that find 16 tokens of a text."""
+
+        async def open_scratch(self, _identity: Any, options: OpenOptions, *_hops: Any) -> int:
+            opened.append(options)
+            return 16 if options.texts else 0
+
+        def give_back(self, *_sessions: Any) -> None:
+            pass
+
+    segment = ReplaySegment(CLIENT, 0, 1, 0, 50, frozenset({0}), range(1, 25))
+    steps = await steps_of(Plane(), segment, Pages(), follows_numerics=False, texts=[TextDigests()])
+    assert steps == [(16, 50)]
+    assert [len(text) for text in opened[-1].texts] == [25]
+    assert await steps_of(Plane(), segment, Pages(), follows_numerics=False) == [(0, 50)], "a text without names"
+    held = replace(segment, begins=range(20, 25))
+    assert await steps_of(Plane(), held, Pages(), follows_numerics=False, texts=[TextDigests()]) == [(0, 50)]
