@@ -58,7 +58,7 @@ async def test_sharers_move_to_a_server_that_holds_their_beginning_once(tmp_path
     settings = {**SETTINGS, "grace_s": 60.0}
     async with Swarm(tmp_path, model, ["0:3", "3:5"], server=settings) as swarm, swarm.connect() as client:
         undisturbed = [await client.generate([*BEGINNING, last], **options) for last in LAST_TOKENS]
-        plant_fault(swarm.servers[1].engine.runner, before=lambda rows: time.sleep(0.05))
+        plant_fault(swarm.servers[1].engine.runner, before=lambda rows: time.sleep(0.03))
         lasts = [number % len(LAST_TOKENS) for number in range(num_sharers)]
         asked = [asyncio.create_task(client.generate([*BEGINNING, LAST_TOKENS[last]], **options)) for last in lasts]
         await hand_over(swarm, 1, len(BEGINNING), num_sessions=num_sharers)

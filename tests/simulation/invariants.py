@@ -1,11 +1,14 @@
 """Invariants that hold under every fault."""
 
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any, Final
 from unittest.mock import patch
+
+from google.protobuf.message import Message
 
 from corolla.block_server.hop_session import ForbiddenTransition, HopSession, SessionEvent, SessionState
 from corolla.chain import lateness
@@ -39,14 +42,31 @@ _CONTROL: Final = (
 )  # fmt: skip
 
 
+_NEWER_FIELDS: Final[dict[type[Message], tuple[str, ...]]] = {
+    pb.Welcome: ("takes_standbys", "cuts_are_equal"),
+    pb.Open: ("standby_transfer_id", "write_start", "only_cached"),
+    pb.Opened: ("common_end", "step_id", "load"),
+    pb.Fault: ("load",),
+    pb.Handover: ("text", "page_tokens", "write_start"),
+    pb.HandoverTokens: ("has_states", "step_id"),
+    pb.HandoverAnswer: ("transfer_id",),
+}
+"""The fields that came since the protocol has its version. A frame that came since must not be sent to older peers."""
+
+
 class Fence:
     """Alters late and repeated messages: they arrive with other numbers than were sent, so using one gives wrong ones.
 
     A frame is too late when its receiver already knows a later epoch of the session, or has had it before.
+    Messages from and to a process of the release before arrive without what that release does not know.
+
+    Args:
+        fault: is told of frames that the release before does not know.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, fault: Callable[[str], None]) -> None:
         self._cluster = cluster
+        self._fault = fault
         self._num_to_damage: Counter[str] = Counter()
         self.num_lies = 0
 
@@ -54,7 +74,9 @@ class Fence:
         """The next part of a handover arrives changed there."""
         self._num_to_damage[server.process.name] += 1
 
-    def tamper(self, receiver: Process, message: bytes, is_copy: bool) -> bytes:
+    def tamper(self, sender: Process, receiver: Process, message: bytes, is_copy: bool) -> bytes:
+        if self._cluster.scenario.of_release_before in (sender.name, receiver.name):
+            message = self._aged(message)
         service = self._service(receiver)
         if service is None:
             return message
@@ -67,11 +89,26 @@ class Fence:
         ]
         return join(changed) if is_copy or (self.num_lies, self._num_to_damage.total()) != before else message
 
+    def _aged(self, message: bytes) -> bytes:
+        """The message without what the release before does not know."""
+        frames = list(decode(message))
+        for frame in frames:
+            if isinstance(frame.control, pb.Standby):
+                self._fault("a frame was sent to a process that does not know it")
+            for name in _NEWER_FIELDS.get(type(frame.control), ()):
+                frame.control.ClearField(name)
+        return join(encode(frame.control, frame.payload) for frame in frames)
+
     def _altered(self, service: Server | Client, control: Any, payload: Any, is_copy: bool) -> Any:
         is_result, name = isinstance(control, pb.Result), service.process.name
         if isinstance(control, pb.HandoverTokens) and payload and self._num_to_damage[name]:
             self._num_to_damage[name] -= 1
             return bytes([payload[0] ^ 1, *payload[1:]])
+        if isinstance(control, pb.HandoverTokens) and control.epoch < self._epoch(service, control.session_id):
+            self.num_lies += 1
+            payload = bytes(len(payload))
+            control.checksum = zlib.crc32(payload)
+            return payload
         if not payload or not (is_result or isinstance(control, pb.Step)):
             return payload
         data, start = bytearray(payload), 0

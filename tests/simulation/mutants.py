@@ -7,10 +7,13 @@ from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
+from corolla.block_server.handover import receiver
 from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
 from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.prefixes import PrefixPages
+from corolla.cache.store import SessionCache
+from corolla.cache.transfer import CheckedCopy
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_plan import HopState, ReplaySegment
 from corolla.chain.replay import Replayer
@@ -18,7 +21,7 @@ from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
-from corolla.chassis.errors import HopLate
+from corolla.chassis.errors import HopLate, HopSessionLost
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 
@@ -27,8 +30,8 @@ MUTANTS: Final[dict[str, list[tuple[Any, str, Callable[..., Any]]]]] = {}
 Wrong = TypeVar("Wrong", bound=Callable[..., Any])
 
 
-def _mutant(name: str, owner: type, method: str) -> Callable[[Wrong], Wrong]:
-    """What follows takes the place of a method; it gets the right one before the method's own arguments."""
+def _mutant(name: str, owner: Any, method: str) -> Callable[[Wrong], Wrong]:
+    """What follows takes the place of a class's method, or of a module's function; it gets the right one first."""
 
     def note(wrong: Wrong) -> Wrong:
         MUTANTS.setdefault(name, []).append((owner, method, wrong))
@@ -214,3 +217,27 @@ def _late_is_silent(_right: Any, self: DataPlane, addresses: Iterable[str]) -> H
 def _drafts_settled(right: Any, self: Any, *args: Any, num_drafts: int = 0, **options: Any) -> Any:
     """A hop copies drafts to a standby as if the answer kept them."""
     return right(self, *args, **options)
+
+
+@_mutant("part not written", receiver, "write_tokens")
+def _part_not_written(_right: Any, cache: SessionCache, checked: CheckedCopy) -> None:
+    """A part counts that was not written to the end."""
+    copy = checked.copy
+    cache.truncate(copy.position)
+    if copy.num_tokens:
+        cache.prepare(copy.position, copy.num_tokens)
+        cache.commit_copied(copy.end)
+
+
+_EVICTED: Final[dict[bytes, HopSession[Any]]] = {}
+
+
+@_mutant("evicted standby filled", SessionTable, "get_arriving")
+def _evicted_standby_filled(right: Any, self: Any, session_id: bytes, *args: Any) -> HopSession[Any]:
+    """A part is written for a standby that was evicted."""
+    try:
+        _EVICTED[session_id] = right(self, session_id, *args)
+    except HopSessionLost:
+        if session_id not in _EVICTED:
+            raise
+    return _EVICTED[session_id]

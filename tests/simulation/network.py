@@ -36,8 +36,8 @@ _CONNECT_RETRY_S: Final = 0.1
 _WAKING_S: Final = 0.02
 _TICK_S: Final = 1e-6
 
-Tamper = Callable[[Process, bytes, bool], bytes]
-"""What becomes of a message of a stream on its way to a process; the last argument says whether it comes a second time.
+Tamper = Callable[[Process, Process, bytes, bool], bytes]
+"""What becomes of a message of a stream on its way from a process to another one, and whether it comes a second time.
 
 A copy that becomes nothing does not come.
 """
@@ -53,7 +53,7 @@ class Network:
 
     def __init__(self, loop: VirtualLoop, seed: int) -> None:
         self.loop = loop
-        self.tamper: Tamper = lambda _receiver, message, _is_copy: message
+        self.tamper: Tamper = lambda _sender, _receiver, message, _is_copy: message
         self._seed = seed
         self._links: dict[tuple[str, str], _Link] = {}
         self._endpoints: dict[str, list[_Endpoint]] = {}
@@ -291,7 +291,7 @@ class _Streaming:
         def deliver(is_copy: bool) -> None:
             other = self._other(sender)
             if other is not None:
-                arrived = connection.network.tamper(other.process, message, is_copy)
+                arrived = connection.network.tamper(sender.process, other.process, message, is_copy)
                 if arrived or not is_copy:
                     other.process.when_running(lambda: other.receive(arrived))
 

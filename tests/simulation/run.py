@@ -84,7 +84,7 @@ class _Run:
         self._digest = hashlib.blake2b(digest_size=8)
         self._cluster = Cluster(loop, scenario)
         self._invariants = Invariants(self._cluster)
-        self._fence = Fence(self._cluster)
+        self._fence = Fence(self._cluster, self._invariants.fault)
         self._cluster.network.tamper = self._fence.tamper
         self._callers = [
             Caller(

@@ -184,6 +184,14 @@ class Scenario:
         return self.seed % 4 > 1
 
     @property
+    def of_release_before(self) -> str:
+        """The process that knows no frame and no field that came without another protocol version; empty: none."""
+        if self.seed % 8 != 6:
+            return ""
+        number = self.seed // 8 % (len(self.spans) + 1)
+        return f"server{number}" if number < len(self.spans) else "client0"
+
+    @property
     def is_tight(self) -> bool:
         """Whether sessions may not fit the servers."""
         return self.num_pages * self.page_tokens < 1000
