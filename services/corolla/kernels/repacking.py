@@ -85,6 +85,7 @@ def repack(
     num_columns: int,
     layout: Layout,
     device: torch.device | None = None,
+    name: str | None = None,
 ) -> Tensor:
     """Converts the rows of a file to panels.
 
@@ -92,6 +93,7 @@ def repack(
         read: returns the rows `[first, end)` in the file's form, uint8 `[R, bytes of a row]` on any device; see
             `repack_numbers`.
         device: where the panels are made, and stay; None: the CPU.
+        name: the type's name in GGUF; None: it is the layout's.
 
     Returns:
         uint8 `[ceil(rows / 16), blocks of a row, layout.block_bytes]`; missing rows of the last panel are zero.
@@ -99,7 +101,7 @@ def repack(
 
     def numbers(first: int, end: int) -> Numbers:
         rows = read(first, end).to(device)
-        return _READERS[layout.name](rows.reshape(len(rows) * (num_columns // layout.block_weights), -1))
+        return _READERS[name or layout.name](rows.reshape(len(rows) * (num_columns // layout.block_weights), -1))
 
     return repack_numbers(numbers, num_rows, num_columns, layout, device)
 
@@ -367,7 +369,12 @@ def _of_q6_k(blocks: Tensor) -> Numbers:
     return Numbers(codes, _halves(blocks, 208), sub_scales=blocks[:, 192:208], high=high)
 
 
+def _of_mxfp4(blocks: Tensor) -> Numbers:
+    return Numbers(_nibbles(blocks[:, None, 1:]), blocks[:, :1])
+
+
 _READERS: Final[Mapping[str, Callable[[Tensor], Numbers]]] = {
+    "MXFP4": _of_mxfp4,
     "Q4_0": lambda blocks: _of_q45(blocks, bits=4, has_minimum=False),
     "Q4_1": lambda blocks: _of_q45(blocks, bits=4, has_minimum=True),
     "Q5_0": lambda blocks: _of_q45(blocks, bits=5, has_minimum=False),

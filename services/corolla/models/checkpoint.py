@@ -28,6 +28,7 @@ from corolla.models.families import (
     stretched_lengths,
     why_unsupported,
 )
+from corolla.models.gguf.description import with_queries
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import is_gguf, part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
@@ -221,7 +222,7 @@ class Checkpoint:
 
     @classmethod
     def _of_gguf(cls, path: Path, shared: SharedFiles | None) -> "Checkpoint":
-        header = read_header_of_gguf(path)
+        header = with_queries(read_header_of_gguf(path))
         folder = settings_folder(header)
         config, _, _ = _read_config(folder)
         setattr(config, GGUF_FILE, str(path))

@@ -62,6 +62,7 @@ class Architecture:
         gating: the number of the function that makes experts' weights from scores, in llama.cpp; None: its graph has
             just one.
         kinds: the kinds of blocks without and with keys and values, if there are both.
+        joins_queries: whether queries, keys and values are the rows of one stored tensor and several of the model.
     """
 
     model_type: str
@@ -79,6 +80,7 @@ class Architecture:
     rotates_part: bool = False
     gating: int | None = None
     kinds: tuple[str, str] | None = None
+    joins_queries: bool = False
 
     @property
     def epsilon(self) -> str:
@@ -317,6 +319,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "glm4moe": Architecture(
         "glm4_moe", _ROUTED, unless_said=_ROUTED_UNLESS_SAID, biases={"attention_bias": _QKV},
         presences={"use_qk_norm": ("attn_q_norm",)}, rotates_part=True, gating=_SIGMOID,
+    ),
+    "bailingmoe2": Architecture(
+        "glm4_moe", _ROUTED, {"use_qk_norm": True}, unless_said=_ROUTED_UNLESS_SAID, biases={"attention_bias": _QKV},
+        rotates_part=True, gating=_SIGMOID, joins_queries=True,
     ),
     "phi3": Architecture(
         "phi3", unless_said={"sliding_window": None}, rotates_part=True, has_windows=True,

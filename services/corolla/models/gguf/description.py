@@ -8,6 +8,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from corolla.chassis.errors import CheckpointError
@@ -126,6 +127,42 @@ def blocks_of(header: GgufHeader) -> tuple[int, int]:
     if type(count) is not int or type(further) is not int or not 0 <= further < count:
         return 0, 0
     return count - further, count
+
+
+def with_queries(header: GgufHeader) -> GgufHeader:
+    """The header, with queries, keys and values as tensors of their own where the model has them so and files do not.
+
+    Raises:
+        CheckpointError: see `row_of`.
+    """
+    if not row_of(header).joins_queries:
+        return header
+    settings = _settings(header)
+    heads = settings.get("attention.head_count", 0)
+    of_keys = settings.get("attention.head_count_kv", heads)
+    tensors: dict[str, GgufTensor] = {}
+    for name, tensor in header.tensors.items():
+        match = _BLOCK.fullmatch(name)
+        before, joined, ending = name.rpartition("attn_qkv.")
+        num_rows = tensor.shape[0]
+        if match is None or not joined or not _shares(heads, of_keys, num_rows):
+            tensors[name] = tensor
+            continue
+        head_bytes, head_rows = tensor.num_bytes // (heads + 2 * of_keys), num_rows // (heads + 2 * of_keys)
+        first = 0
+        for part, count in (("attn_q", heads), ("attn_k", of_keys), ("attn_v", of_keys)):
+            tensors[f"{before}{part}.{ending}"] = replace(
+                tensor, shape=(count * head_rows, *tensor.shape[1:]), offset=tensor.offset + first * head_bytes,
+                num_bytes=count * head_bytes,
+            )  # fmt: skip
+            first += count
+    return replace(header, tensors=tensors)
+
+
+def _shares(heads: Any, of_keys: Any, num_rows: int) -> bool:
+    """Whether rows are those of so many heads of queries, and of keys and values, of one size."""
+    are_counts = all(type(each) is int and each > 0 for each in (heads, of_keys))
+    return are_counts and num_rows % (heads + 2 * of_keys) == 0
 
 
 def configuration(header: GgufHeader) -> dict[str, Any]:

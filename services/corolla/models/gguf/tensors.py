@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.integrations.gguf import dequant
 
 from corolla.chassis.errors import CheckpointError, InternalError, StartupError
-from corolla.kernels.layouts import LAYOUTS, Layout
+from corolla.kernels.layouts import LAYOUTS, Layout, Scale
 from corolla.kernels.repacking import Panels, repack
 from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import FAMILIES
@@ -25,7 +25,11 @@ from corolla.models.gguf.description import FACTORS, blocks_of, row_of
 from corolla.models.gguf.header import TYPES, GgufHeader, GgufTensor, raw_bytes
 from corolla.models.gguf.transforms import ORDERS, TRANSFORMS, fitted, joined
 from corolla.models.packed.modules import packable_weights
+from corolla.models.quantized.floats import scale_numbers, with_scales
+from corolla.models.quantized.fp4 import mxfp4_layout
+from corolla.models.quantized.stored_tensors import Unfit
 
+_LAYOUTS: Final[Mapping[str, Layout]] = {**LAYOUTS, "MXFP4": mxfp4_layout(32)}
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ENDING: Final = re.compile(r"\.(weight|bias)$")
 _BLOCK: Final = re.compile(r"blk\.(?P<block>\d{1,6})\.(?P<name>.+)")
@@ -97,7 +101,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             return None
         if self._transforms[name] not in ORDERS:
             return None
-        return LAYOUTS.get(types.pop())
+        return _LAYOUTS.get(types.pop())
 
     def panels(self, name: str, shape: tuple[int, ...], device: torch.device | None = None) -> Panels:
         """The panels of a weight with a `layout`, as `repack` returns them.
@@ -108,7 +112,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             device: where the panels are made, and stay; None: the CPU.
 
         Raises:
-            CheckpointError: the file cannot be read, or the stored shape differs.
+            CheckpointError: the file cannot be read, the stored shape differs, or no kernel can multiply by a scale.
         """
         stored = self._stored[name]
         tensors = self.stored(name)
@@ -132,7 +136,16 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
         parts = [_raw(tensor, 0, tensor.num_bytes).view(-1, row_bytes) for tensor in tensors if order is not None]
         whole = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0))
         del parts
-        return Panels(repack(read, num_rows, shape[-1], LAYOUTS[tensors[0].type_name], device))
+        layout = _LAYOUTS[tensors[0].type_name]
+        panels = repack(read, num_rows, shape[-1], layout, device, tensors[0].type_name)
+        if layout.scale is Scale.E8M0:
+            try:
+                with_scales(layout, scale_numbers(panels[..., : layout.minima_at].amax()))
+            except Unfit as unfit:
+                raise CheckpointError(
+                    f"{tensors[0].path} has {stored[0]!r}, which {unfit}; set COROLLA_QUANTIZATION to none."
+                ) from unfit
+        return Panels(panels)
 
     def _row_order(self, name: str) -> Tensor | None:
         """The number in the file of each row of the weight `name`, int64 `[rows]`; None: both have the same order.

@@ -115,9 +115,15 @@ TRANSFORMS: Final[Mapping[Transform, Callable[[Sequence[Tensor], Any], Tensor]]]
     Transform.TILED_LOGARITHM: _tiled_logarithm,
 }
 ORDERS: Final = frozenset(
-    {None, Transform.QUERIES, Transform.KEYS, Transform.HEADS, Transform.TILED, Transform.TILED_VALUES}
-)
-"""The transforms that only change the order of rows, so that the rows may stay packed; None stands for `joined`."""
+    {
+        None, Transform.QUERIES, Transform.KEYS, Transform.COLUMNS, Transform.HEADS, Transform.TILED,
+        Transform.TILED_VALUES,
+    }
+)  # fmt: skip
+"""The transforms that only change the order of rows, so that the rows may stay packed; None stands for `joined`.
+
+Packed experts have rows where COLUMNS has columns.
+"""
 
 
 def fitted(tensor: Tensor, shape: Sequence[int]) -> Tensor:

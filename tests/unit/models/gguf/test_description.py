@@ -144,7 +144,7 @@ def test_a_setting_that_is_the_same_for_all_blocks_may_be_a_list() -> None:
         ("llama", {"attention__layer_norm_rms_epsilon": None}, r"does not say the model's rms_norm_eps"),
         ("llama", {"a_key_of_tomorrow": 1}, r"sets llama\.a_key_of_tomorrow"),
         ("clip", {}, r"\(mmproj\), and no model; give the file of the language model"),
-        ("bailingmoe2", {}, r"architecture 'bailingmoe2' are not served"),
+        ("bailingmoe", {}, r"architecture 'bailingmoe' are not served"),
     ],
 )
 def test_a_setting_that_is_not_served_is_named(architecture: str, settings: Mapping[str, Any], sentence: str) -> None:

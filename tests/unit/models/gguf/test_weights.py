@@ -18,6 +18,7 @@ from corolla.models.gguf.tensors import expanded
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
+from tests.bailing import write_bailing
 from tests.checkpoints import LONG_ROPE_LENGTH, YARN, make_tiny_checkpoint
 from tests.gguf_files import (
     FAMILIES_OF_FILES,
@@ -153,6 +154,44 @@ def test_the_text_part_of_a_mistral_that_sees_is_a_mistral(tmp_path: Path) -> No
     assert gguf.GGUFReader(path).fields["general.architecture"].contents() == "mistral3"
     assert_equal_to_model(path, source)
     assert Checkpoint.from_pretrained(str(path)).config.model_type == "mistral"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_files_of_ling_have_queries_keys_and_values_in_one_tensor(tmp_path: Path, kind: str) -> None:
+    source = make_tiny_checkpoint("glm4_moe", tmp_path / "source", num_blocks=4)
+    write_bailing(source, tmp_path / "ling")
+    path = convert_tiny(tmp_path / "ling", tmp_path / f"tiny.{kind}.gguf", kind)
+    assert "blk.0.attn_qkv.weight" in {tensor.name for tensor in gguf.GGUFReader(path).tensors}
+    if kind == "F32":
+        assert_equal_to_model(path, source)
+        return
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    packed = load_span(checkpoint, Span(1, 3), dtype=torch.float32, quantization="packed")
+    plain = load_span(checkpoint, Span(1, 3), dtype=torch.float32)
+    assert {type(each).__name__ for each in packed.packed_layers} == {"PackedLinear", "PackedExpertWeights"}
+    hidden = torch.randn(1, 7, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(packed.forward(hidden), plain.forward(hidden), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.full
+@torch.inference_mode()
+def test_experts_of_gpt_oss_stay_packed_in_mxfp4(tmp_path: Path) -> None:
+    _, path = make_tiny_gguf("gpt_oss", tmp_path, kind="MXFP4", num_blocks=2)
+    checkpoint = Checkpoint.from_pretrained(str(path))
+    packed = load_span(checkpoint, Span(0, 2), dtype=torch.float32, quantization="packed")
+    plain = load_span(checkpoint, Span(0, 2), dtype=torch.float32)
+    own, expanded_experts = (
+        [each for each in model.modules() if type(each).__name__ in ("PackedExperts", "GptOssExperts")]
+        for model in (packed, plain)
+    )
+    for one, other in zip(own, expanded_experts, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            weights: Any = getattr(one, name)
+            matrices = torch.stack([weights.matrix(expert, torch.float32) for expert in range(weights.shape[0])])
+            assert torch.equal(matrices.transpose(1, 2), getattr(other, name))
+    hidden = torch.randn(1, 7, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(packed.forward(hidden), plain.forward(hidden), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full
