@@ -18,16 +18,16 @@ from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.prompts import BlockPrompts
 from corolla.compute.triton_blocks import TritonBlocks
-from corolla.models.families import FAMILIES
 from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS
 from corolla.wire.span import Span
 from tests.checkpoints import MIXTURES
 from tests.tiers import quick
+from tests.triton_kernels import FAMILIES
 from tests.unit.compute.replaying import MAX_STEP_TOKENS, SIZES, SPAN, Pair, Session
 
-# Mixtures of experts are recorded only where the Triton kernels run them.
-FUSED = sorted(name for name, family in FAMILIES.items() if family.fused and name not in MIXTURES)
+# Those that together have every feature; mixtures of experts are recorded only where the Triton kernels run them.
+FUSED = sorted({"llama", "qwen2", *FAMILIES} - MIXTURES)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.mark.parametrize("family", quick(FUSED, "llama", "qwen2"))
-def test_every_fused_family_replays_its_own_outputs(tmp_path: Path, family: str) -> None:
+def test_families_with_every_feature_replay_their_own_outputs(tmp_path: Path, family: str) -> None:
     pair = Pair.of(family, tmp_path)
     sessions = [pair.open() for _ in range(8)]
     for number, session in enumerate(sessions):
