@@ -13,8 +13,8 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 DEVICE: Final = os.environ.get("COROLLA_KERNELS_DEVICE", "cpu")
 FAMILIES: Final = [
-    "qwen3", "granite", "qwen2_moe", "phi3", "glm", "gemma2", "gemma3_text", "olmo3", "exaone4", "cohere", "starcoder2",
-    "gpt_oss",
+    "qwen3", "granite", "afmoe", "glm", "gemma2", "gemma3_text", "olmo3", "cohere", "nemotron",
+    "gpt_oss", "hunyuan_v1_dense", "ministral3", "apertus",
 ]  # fmt: skip
 """Families whose chains run by the kernels: together they have every feature that any family has there."""
 QUICK_FAMILY: Final = "qwen3"

@@ -39,15 +39,14 @@ from tests.triton_kernels.recorded_launches import record
 # The interpreter cuts bfloat16 where a GPU rounds it.
 TOLERANCES = {torch.float32: 3e-6, torch.float16: 6e-3, torch.bfloat16: 6e-2}
 # Their features: float32 weights; a gated shared expert; norms over the chosen; the softmax of the chosen; groups;
-# biases, and gates beside their ups.
+# biases, and gates beside their ups; a linear layer within the router; shares among near scores.
 FAMILIES = [
-    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "dots1", "solar_open", "glm4_moe", "olmoe",
-    "minimax_m2", "exaone_moe",
+    "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "solar_open",
+    "minimax_m2", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe",
 ]  # fmt: skip
 # More experts than a token gets groups of, so that groups, ties and a correction decide something.
 CHANGES: dict[str, dict[str, Any]] = {
     "solar_open": {"n_routed_experts": 12, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3},
-    "olmoe": {"clip_qkv": None},
     "qwen3_moe": {"num_experts": 12, "num_experts_per_tok": 3, "norm_topk_prob": True},
 }
 

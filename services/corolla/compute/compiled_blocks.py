@@ -1,10 +1,13 @@
-"""Runs whole blocks of a span by compiled functions, on CPUs: one call runs all neighbouring blocks of one shape."""
+"""Runs whole blocks of a span by compiled functions, on CPUs: one call runs all neighbouring blocks of one shape.
+
+The call of a block with a mixture of experts ends before the mixture, whose router is the family's own.
+"""
 
 import ctypes
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
@@ -24,6 +27,7 @@ from corolla.compute.attention.compiled_attention import (
     tables_of,
 )
 from corolla.compute.base import Blocks, PackedStep, RowWork
+from corolla.compute.fused_blocks import FusedBlocks
 from corolla.compute.layer_trial import LayerTrial
 from corolla.kernels.attention_text import HeadShape
 from corolla.kernels.block_source import (
@@ -42,16 +46,18 @@ from corolla.kernels.kernel_trial import try_kernel
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
 from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
-from corolla.models.adapters.products import AdapterStacks, SpanAdapter
-from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, Projection, RmsNorm
+from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
+from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.linear import DenseLinear
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import SILU, PackedLinear
 
 log = logging.getLogger(__name__)
 
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """The largest difference between a compiled block's output and that of its modules, relative to the largest number."""
 _Step: Final = ctypes.c_int64 * len(STEP)
+# The fields of a projection in a `LAYER`.
+_PROJECTION_FIELDS: Final = 3
 _GROUP_BYTES: Final = 8 * len(GROUP)
 _END: Final = [name for _, name in STEP].index("end")
 _COUNTERS: Final = [name for _, name in STEP].index("counters")
@@ -67,9 +73,11 @@ class CompiledBlocks(Blocks):
 
     name: Final = "compiled"
 
-    def __init__(self, span: FusedSpan, store: KVStore, dtype: torch.dtype) -> None:
-        super().__init__(AdapterStacks(), span.layers[0].device)
+    def __init__(self, span: FusedSpan, store: KVStore, dtype: torch.dtype, stacks: AdapterStacks) -> None:
+        super().__init__(stacks, span.layers[0].device)
         self._span = span
+        self._modules = FusedBlocks(span, stacks)
+        self._has_mixtures = any(isinstance(layer.mlp, MixtureMlp) for layer in span.layers)
         self._store = store
         self._dtype = dtype
         self._shapes = [_shape_of(layer, dtype) for layer in span.layers]
@@ -79,14 +87,18 @@ class CompiledBlocks(Blocks):
         self._places: WeakKeyDictionary[SpanAdapter, _Places] = WeakKeyDictionary()
         self._buffers = _Buffers(dtype, self._shapes)
 
-    def adapters(self, rows: Sequence[RowWork]) -> list[SpanAdapter | None] | None:
-        """The adapter of each token; see `Blocks.adapters`."""
+    def adapters(self, rows: Sequence[RowWork]) -> list[SpanAdapter | None] | AdapterBatch | None:
+        """The adapter of each token, or the batch for the hooks of mixtures; see `Blocks.adapters`."""
         if all(row.adapter is None for row in rows):
             return None
+        if self._has_mixtures:
+            return cast(AdapterBatch, super().adapters(rows))
         return [row.adapter for row in rows for _ in range(row.num_tokens)]
 
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """See `Blocks.forward`. `hidden` is `[N, H]` on the CPU, and the step's store is the one of these blocks."""
+        if isinstance(step.adapters, AdapterBatch):
+            return self._modules.forward(step, hidden, layers)
         position_ids, adapters = step.position_ids, step.adapters or ()
         output = torch.empty(hidden.shape, dtype=self._dtype)
         output.copy_(hidden)
@@ -95,6 +107,9 @@ class CompiledBlocks(Blocks):
         table, numbers = (output, None) if rotary is None else rotary.numbered(position_ids, step.end, output)
         if numbers is None:
             numbers = torch.arange(len(position_ids))
+        # Only functions of such blocks read factors.
+        factors = None if rotary is None else rotary.query_factors(position_ids, output)
+        factors = numbers if factors is None else factors.float()
         buffers = self._buffers.of(len(hidden))
         if self._layers is None:
             self._layers = self._layer_fields()
@@ -103,21 +118,29 @@ class CompiledBlocks(Blocks):
         num_threads = torch.get_num_threads()
         arguments = _Step(
             len(hidden), output.data_ptr(), buffers["normed"], buffers["product"], buffers["query"],
-            buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), ctypes.addressof(groups),
-            ctypes.addressof(of_tokens) if adapters else 0,
-            0, self._buffers.counters(), self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads,
+            buffers["attended"], buffers["input"], table.data_ptr(), numbers.data_ptr(), factors.data_ptr(),
+            ctypes.addressof(groups), ctypes.addressof(of_tokens) if adapters else 0, 0,
+            self._buffers.counters(), self._buffers.scratch(num_threads), self._buffers.scratch_bytes, num_threads,
             EXPONENTIAL.data_ptr(),
         )  # fmt: skip
         first = ctypes.addressof(self._layers)
-        # One call runs all neighbouring layers of one shape.
-        for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
-            indices = list(run)
+        for shape, indices in self._calls(layers):
             arguments[_END] = first + (indices[-1] + 1) * LAYER_BYTES
             call = (ctypes.c_int64 * 3)(ctypes.addressof(arguments), first + indices[0] * LAYER_BYTES, 0)
             in_threads(_compiled(shape).address("team"), ctypes.addressof(call), num_threads)
             arguments[_COUNTERS] += counter_bytes(len(indices))
+            layer = self._span.layers[indices[0]]
+            if isinstance(layer.mlp, MixtureMlp):
+                change = layer.mlp.forward(self._buffers.normed(len(hidden)), indices[0], None)
+                output += change if layer.residual_multiplier == 1.0 else change * layer.residual_multiplier
         del kept
         return output
+
+    def _calls(self, layers: Sequence[int]) -> Iterator[tuple[BlockShape, list[int]]]:
+        """The layers that one call runs: all neighbours of one shape, or one with a mixture."""
+        for shape, run in itertools.groupby(layers, key=self._shapes.__getitem__):
+            indices = list(run)
+            yield from ((shape, part) for part in ([indices] if shape.num_gated else [[each] for each in indices]))
 
     def _group_fields(
         self, layers: Sequence[int], batch: AttentionBatch, buffers: Mapping[str, int]
@@ -174,11 +197,13 @@ class CompiledBlocks(Blocks):
             )  # fmt: skip
             for norm in _norms(layer):
                 fields += self._norm_fields(norm)
-            for projection in _projections(layer):
+            projections = _projections(layer)
+            for projection in projections:
                 order = projection.order if isinstance(projection, PackedLinear) else None
                 kernel = kernel_of(projection.layout, self._dtype, is_ordered=order is not None)
                 self._kept.append(weights_of(projection.panels, order))
                 fields += (kernel.part_address, self._kept[-1].data_ptr(), self._float32(projection.bias))
+            fields += [0] * (_PROJECTION_FIELDS * (len(PROJECTIONS) - len(projections)))
         return (ctypes.c_int64 * len(fields))(*fields)
 
     def _norm_fields(self, norm: Any) -> tuple[int, int]:
@@ -193,7 +218,7 @@ class CompiledBlocks(Blocks):
 
 
 def choose_compiled_blocks(
-    span: FusedSpan, store: KVStore, backend: AttentionBackend, dtype: torch.dtype
+    span: FusedSpan, store: KVStore, backend: AttentionBackend, dtype: torch.dtype, stacks: AdapterStacks
 ) -> CompiledBlocks | None:
     """Compiles the blocks if the span, the store and the attention allow it, and checks one layer of each shape.
 
@@ -202,6 +227,7 @@ def choose_compiled_blocks(
         store: the store of keys and values.
         backend: the attention; blocks are compiled only with `CompiledAttention`.
         dtype: the dtype of hidden states.
+        stacks: the stacked copies of adapters, for spans with mixtures.
 
     Returns:
         The compiled blocks; None if they cannot be compiled, or a result differs too much.
@@ -215,7 +241,7 @@ def choose_compiled_blocks(
         reason = next(filter(None, trials), None)
         if reason is None:
             log.info("running compiled blocks", extra={"shapes": len(first_layers)})
-            return CompiledBlocks(span, store, dtype)
+            return CompiledBlocks(span, store, dtype, stacks)
     log.info("running blocks without compiled functions", extra={"reason": reason})
     return None
 
@@ -234,29 +260,25 @@ def why_unsupported(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str 
 
 
 def _why_unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
-    if not isinstance(layer.mlp, GatedMlp) or not layer.mlp.gates:
-        return "a mixture of experts, or an MLP without a gate, has no function"
-    if type(layer.mlp.activation).__name__ not in _SILU:
-        return f"the activation {type(layer.mlp.activation).__name__} has no function"
+    if isinstance(layer.mlp, GatedMlp) and (not layer.mlp.gates or type(layer.mlp.activation).__name__ not in SILU):
+        return f"the activation {type(layer.mlp.activation).__name__}, or an MLP without a gate, has no function"
     if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
         return "a norm is not the usual one"
     if layer.attention_norm is None or layer.mlp_norm is None or layer.output_norm is not None:
         return "norms stand elsewhere than before attention and MLP"
-    if layer.softcap is not None or layer.sinks is not None:
-        return "bounds of scores, and sinks, have no function"
+    if layer.softcap is not None or layer.sinks is not None or layer.gate is not None:
+        return "bounds of scores, sinks and gates of attention have no function"
     if any(each is not None and each.weight.shape != (layer.head_dim,) for each in (layer.query_norm, layer.key_norm)):
         return "queries and keys are normalised over all heads"
     if (layer.query_norm is None) != (layer.key_norm is None):
         return "of queries and keys only one is normalised"
     if not all(map(_lies_in_panels, _projections(layer))):
         return "not all weights lie in panels"
-    sizes = (layer.head_dim // (2 if layer.rotary is not None else 1), *_shape_of(layer, dtype).sizes["down"])
+    shape = _shape_of(layer, dtype)
+    sizes = (layer.head_dim // (2 if layer.rotary is not None else 1), layer.hidden_size, shape.num_gated)
     if layer.head_dim % LANES or any(size % LANES for size in sizes):
         return "a size is not a multiple of 16"
     return None
-
-
-_SILU: Final = ("SiLU", "SiLUActivation")
 
 
 def _norms(layer: FusedLayer) -> tuple[Any, ...]:
@@ -270,13 +292,9 @@ def _lies_in_panels(projection: Projection) -> bool:
 
 
 def _projections(layer: FusedLayer) -> list[Any]:
-    """The layer's projections, in the order of `PROJECTIONS`."""
-    mlp = _mlp(layer)
-    return [layer.query_key_value, layer.output, mlp.gate_up, mlp.down]
-
-
-def _mlp(layer: FusedLayer) -> GatedMlp:
-    return cast(GatedMlp, layer.mlp)
+    """The layer's projections, in the order of `PROJECTIONS`, the last two of which a mixture lacks."""
+    own, mlp = [layer.query_key_value, layer.output], layer.mlp
+    return [*own, mlp.gate_up, mlp.down] if isinstance(mlp, GatedMlp) else own
 
 
 def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
@@ -286,10 +304,12 @@ def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
         num_heads=layer.num_heads,
         num_key_heads=layer.num_key_heads,
         head_size=layer.head_dim,
-        num_gated=_mlp(layer).num_gated,
+        num_gated=layer.mlp.num_gated if isinstance(layer.mlp, GatedMlp) else 0,
         has_bias=tuple(projection.bias is not None for projection in _projections(layer)),
         norms_heads=layer.query_norm is not None,
+        norms_rotated=layer.norms_rotated,
         rotates=layer.rotary is not None,
+        scales_queries=layer.rotary is not None and layer.rotary.scales_queries,
         residual_multiplier=layer.residual_multiplier,
         multiplied=rows_of(dtype).value,
     )
@@ -312,9 +332,8 @@ class _Places:
     def __init__(self, adapter: SpanAdapter, layers: Sequence[FusedLayer]) -> None:
         fields: list[int] = []
         self._kept: list[Tensor] = []
-        places = [
-            (index, place) for index, layer in enumerate(layers) for place in (*layer.places, *_mlp(layer).places)
-        ]
+        # Only spans without mixtures get here.
+        places = [(index, place) for index, layer in enumerate(layers) for place in layer.own_places]
         for index, place in places:
             products = adapter.places.get((index, place))
             own = [] if products is None else [self._address(products.down), len(products.products)]
@@ -337,6 +356,7 @@ class _Buffers:
 
     def __init__(self, dtype: torch.dtype, shapes: Sequence[BlockShape]) -> None:
         self._num_tokens = 0
+        self._dtype = dtype
         sizes = [shape.sizes for shape in shapes]
         rows = rows_of(dtype)
         multiplied = DTYPES[rows]
@@ -345,7 +365,10 @@ class _Buffers:
             "product": (max(outputs for each in sizes for _, outputs in each.values()), torch.float32),
             "query": (max(each["output"][0] for each in sizes), dtype),
             "attended": (max(each["output"][0] for each in sizes), torch.float32),
-            "input": (max(max(each["output"][0], each["down"][0]) for each in sizes), multiplied),
+            "input": (
+                max(max(each["output"][0], shape.num_gated) for each, shape in zip(sizes, shapes, strict=True)),
+                multiplied,
+            ),
         }
         self._tensors: dict[str, Tensor] = {}
         self._places: dict[str, int] = {}
@@ -363,6 +386,10 @@ class _Buffers:
                 self._tensors[name] = torch.empty(self._num_tokens, width, dtype=dtype)
             self._places = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         return self._places
+
+    def normed(self, num_tokens: int) -> Tensor:
+        """What the last call has normalised for its MLP, `[num_tokens, H]` in the dtype of hidden states."""
+        return self._tensors["normed"][:num_tokens].to(self._dtype)
 
     def counters(self) -> int:
         """The address of the counters of all phases, set to zero."""
@@ -383,7 +410,11 @@ def _failed_trial(layer: FusedLayer, dtype: torch.dtype, store: KVStore) -> str 
     """
     page_tokens = store.pool.page_tokens
     trial = LayerTrial(
-        layer, lambda part, own: CompiledBlocks(part, own, dtype), CompiledAttention(), page_tokens, dtype
+        layer,
+        lambda part, own: CompiledBlocks(part, own, dtype, AdapterStacks()),
+        CompiledAttention(),
+        page_tokens,
+        dtype,
     )
     for cut in trial.cuts:
         if (failure := try_kernel(trial.run, (cut,), trial.error, _TOLERANCES[dtype]).failure) is not None:

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from corolla.cache.states import LayerState
-from corolla.compute.attention.base import AttentionBatch, PackedRow
+from corolla.compute.attention.base import CALLED, AttentionBatch, PackedRow
 from corolla.compute.attention.latents import EXPANDED, LATENT, PICKED, PackedLatents, leave_latents
 from corolla.compute.base import Blocks, PackedStep, RowWork
 from corolla.models.adapters.products import AdapterStacks
@@ -49,10 +49,15 @@ class FamilyBlocks(Blocks):
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """See `Blocks.forward`. `hidden` is `[N, H]` in the model's dtype, on its device."""
         cache = PackedLatents(step.batch) if self._caches_latents else None
-        return self._model.forward(
-            hidden.unsqueeze(0), step.position_ids.unsqueeze(0), blocks=_blocks(self._model, layers),
-            past_key_values=cache, batch=step.batch,
-        )[0]  # fmt: skip
+        # Some families' blocks hand nothing on to their attention, so an argument would not reach it.
+        token = CALLED.set(step.batch)
+        try:
+            return self._model.forward(
+                hidden.unsqueeze(0), step.position_ids.unsqueeze(0), blocks=_blocks(self._model, layers),
+                past_key_values=cache,
+            )[0]  # fmt: skip
+        finally:
+            CALLED.reset(token)
 
 
 class FamilyRows(Blocks):
@@ -273,13 +278,12 @@ def ragged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    batch: AttentionBatch,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls for the rows of a batch.
+    """The attention function that transformers calls for the rows of the batch `CALLED`.
 
     The store knows the layer's window.
 
@@ -289,7 +293,6 @@ def ragged_attention(
         key: `[1, key heads, N, head_dim]` in the same dtype.
         value: `[1, key heads, N, value head size]` in the same dtype.
         attention_mask: unused; transformers makes no mask for functions that it does not know.
-        batch: the rows.
         scaling: the factor of the scores; None: one over the square root of the head size.
         softcap: the bound of the scores; None: they are not bounded.
         s_aux: `[heads]` in the model's dtype or float32, the sinks; None: there are none.
@@ -298,6 +301,7 @@ def ragged_attention(
         The output `[1, N, heads, value head size]` in the query's dtype, and None.
     """
     layer: Any = module.layer_idx
+    batch = CALLED.get()
     output = batch.attend(
         layer,
         query[0].transpose(0, 1),

@@ -103,7 +103,7 @@ class SpanRunner:
         if model.fused is not None:
             given = (model.fused, self.store, self.backend, model.dtype)
             self.blocks = (
-                choose_compiled_blocks(*given)
+                choose_compiled_blocks(*given, self.stacks)
                 or choose_triton_blocks(*given, self.stacks, takes_adapters=max_stack_bytes > 0)
                 or self.blocks
             )

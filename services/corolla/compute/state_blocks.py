@@ -84,7 +84,7 @@ class StateBlocks(Blocks):
 
     def _together(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         self._model.adapters = None  # those of a step belong to the other rows
-        turns = {kind: table.rows(step.position_ids, step.end, hidden) for kind, table in self._tables.items()}
+        turns = {kind: table.turn(step.position_ids, step.end, hidden) for kind, table in self._tables.items()}
         rows = Rows.of(step.rows, step.batch, turns)
         for index in layers:
             hidden = self._layers[index].forward(hidden, rows)

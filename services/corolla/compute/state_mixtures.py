@@ -5,7 +5,7 @@ All tensors of a call are on the CPU.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +86,8 @@ class PanelExperts:
         Returns:
             `[N, H]` in the dtype of `tokens`.
         """
+        if self._experts.compiled_panels(tokens.dtype) is not None:
+            return cast(Tensor, self._experts(tokens, ids, weights))
         num_chosen = ids.shape[1]
         # The pairs of a token and an expert, expert after expert.
         of_pairs, pairs = ids.flatten().sort(stable=True)

@@ -28,6 +28,7 @@ from corolla.compute.whole_vectors import apart
 from corolla.kernels.recurrences import is_whole, run_delta_rule, run_state_space
 from corolla.models.fused import rotate_heads
 from corolla.models.packed.modules import PackedLinear
+from corolla.models.rotary_table import Turn
 
 PIECE_TOKENS: Final = 64
 """A text is cut into pieces at the multiples of this number of tokens."""
@@ -48,21 +49,21 @@ class Rows:
         bounds: each row's first token, and the number of all tokens.
         batch: the pieces of all rows, as attention takes them: the runs of tokens between two multiples of
             `PIECE_TOKENS` of a text. Rows that are cut there have the same pieces in every call.
-        turns: for each kind of layers with a rotary embedding, the cosines and signed sines of the tokens' positions,
-            each `[N, 1, rotary size]`, see `RotaryTable.rows`; the kind is empty where all layers have the same ones.
+        turns: for each kind of layers with a rotary embedding, how queries and keys are turned; the kind is empty where
+            all layers have the same one.
     """
 
     rows: Sequence[RowWork]
     bounds: Sequence[int]
     batch: AttentionBatch
-    turns: Mapping[str, tuple[Tensor, Tensor]]
+    turns: Mapping[str, Turn]
 
     @classmethod
-    def of(cls, rows: Sequence[RowWork], batch: AttentionBatch, turns: Mapping[str, tuple[Tensor, Tensor]]) -> "Rows":
+    def of(cls, rows: Sequence[RowWork], batch: AttentionBatch, turns: Mapping[str, Turn]) -> "Rows":
         """The rows of a batch.
 
         Args:
-            turns: pairs of `[N, 1, rotary size]`, in the dtype of the family's rotary embedding; see `Rows`.
+            turns: see `Rows`.
         """
         pieces = [piece for row in batch.rows for piece in _pieces(row)]
         if len(pieces) > len(rows):
@@ -459,7 +460,7 @@ class _Attention(Part):
         query, key = (_of_heads(norm, heads) for norm, heads in zip(norms, (query, key), strict=True))
         turn = rows.turns.get(getattr(own, "layer_type", "")) or rows.turns.get("")
         if turn is not None:
-            query, key = (rotate_heads(each, *turn, in_pairs=False) for each in (query, key))
+            query, key = (rotate_heads(each, turn.cos, turn.sin, in_pairs=False) for each in (query, key))
         window = rows.batch.store.window_of(self._layer)
         attended = rows.batch.attend(self._layer, query, key, value, scaling=own.scaling, window=window)
         if getattr(own, "g_proj", None) is not None:

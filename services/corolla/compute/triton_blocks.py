@@ -27,7 +27,7 @@ from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank
 from corolla.kernels.kernel_trial import failure_of, try_kernel
 from corolla.kernels.product_choice import rung_of
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks
-from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
+from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, HeadNorm, MixtureMlp, Projection, RmsNorm
 from corolla.models.invariant import Norm
 from corolla.models.linear import DenseLinear
 from corolla.models.mixtures import Mixture, NeighbourGate, failed_mixture_trial, multiply_experts
@@ -52,7 +52,7 @@ _CODED_TOKENS: Final = 12
 
 def norm_of(norm: Any) -> Norm | None:
     """Returns a layer's norm as the kernels take it, or None if the layer has none or no kernel computes it."""
-    return Norm.from_module(norm.module if isinstance(norm, RmsNorm) else norm)
+    return Norm.from_module(norm.module if isinstance(norm, RmsNorm | HeadNorm) else norm)
 
 
 def activation_of(module: nn.Module) -> str | None:
@@ -86,7 +86,7 @@ class _GatedPlan:
 
     def __init__(self, mlp: GatedMlp) -> None:
         self._mlp = mlp
-        self._activation = cast(str, activation_of(mlp.activation))
+        self._activation = activation_of(mlp.activation)
 
     def forward(self, normed: Tensor, index: int, adapters: AdapterBatch | LowRankBatch | None) -> Tensor:
         from corolla.kernels.triton.launches import activate, gate
@@ -94,7 +94,11 @@ class _GatedPlan:
         gate_up = self._mlp.gate_up.forward(normed)
         if adapters is not None:
             adapters.add(index, self._mlp.places[0], normed, gate_up)
-        gated = (gate if self._mlp.gates else activate)(gate_up, self._activation)
+        if self._activation is None:
+            # A function of single numbers; the trial finds out if it is another one.
+            gated = self._mlp.gated(gate_up)
+        else:
+            gated = (gate if self._mlp.gates else activate)(gate_up, self._activation)
         delta = self._mlp.down.forward(gated)
         if adapters is not None:
             adapters.add(index, self._mlp.places[1], gated, delta)
@@ -125,8 +129,13 @@ class MixturePlan:
         from corolla.kernels.triton.launches import gate, gate_neighbours, multiply
 
         mixture, shared = self._mixture, self._mixture.shared
-        logits = multiply(normed.float() if mixture.is_wide else normed, mixture.router_weight, mixture.router_bias)
-        chosen = choose_experts(logits, mixture.routing, mixture.correction, mixture.weights_dtype)
+        if mixture.router is not None:
+            logits = mixture.router(normed)
+        else:
+            weight = cast(Tensor, mixture.router_weight)
+            logits = multiply(normed.float() if mixture.is_wide else normed, weight, mixture.router_bias)
+        dtype = normed.dtype if mixture.rounds_weights else torch.float32
+        chosen = choose_experts(logits, mixture.routing, mixture.correction, dtype)
         gate_up = multiply_experts(normed, mixture.gate_up, chosen, mixture.gate_up_bias)
         if self._neighbours is None:
             gated = gate(gate_up, self._activation)
@@ -159,7 +168,7 @@ def why_no_kernel(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     """Says which part of a layer has no kernel, as a sentence's end; None: each part has one. Weights do not count."""
     if isinstance(layer.mlp, MixtureMlp) and layer.mlp.mixture is None:
         return f"there is no kernel for the mixture of experts {layer.mlp.name}"
-    for activation in _activations(layer.mlp):
+    for activation in _activations_of_mixture(layer.mlp):
         if activation_of(activation) is None:
             return f"there is no kernel for the activation {type(activation).__name__}"
     norms = (layer.attention_norm, layer.output_norm, layer.mlp_norm, layer.mlp_output_norm)
@@ -177,9 +186,9 @@ def why_no_kernel(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _activations(mlp: GatedMlp | MixtureMlp) -> list[nn.Module]:
+def _activations_of_mixture(mlp: GatedMlp | MixtureMlp) -> list[nn.Module]:
     if isinstance(mlp, GatedMlp):
-        return [mlp.activation]
+        return []
     mixture = cast(Mixture, mlp.mixture)
     found = [mixture.activation] if mixture.shared is None else [mixture.activation, mixture.shared.act_fn]
     return [each for each in found if not isinstance(each, NeighbourGate)]
@@ -255,13 +264,16 @@ class TritonBlocks(Blocks):
                 adapters.add(index, layer.places[0], normed, projected)
             like = projected.new_empty(0, layer.num_key_heads, layer.head_dim)
             keys, values = batch.store.layer_like(index, like, like)
-            table, numbers = (None, position_ids) if layer.rotary is None else tables[layer.rotary]
+            table, numbers, factors = (None, position_ids, None) if layer.rotary is None else tables[layer.rotary]
             query = rotate_and_store(
                 projected, table, numbers, batch.slots(index, hidden.device), keys, values,
-                in_pairs=layer.rotary is not None and layer.rotary.in_pairs, norms=plan.head_norms, codec=codec,
+                in_pairs=layer.rotary is not None and layer.rotary.in_pairs, norms=plan.head_norms,
+                norms_rotated=layer.norms_rotated, codec=codec,
             )  # fmt: skip
+            if factors is not None:
+                query[:num_tokens] *= factors
             given = LayerInput(index, query, keys, values, layer.scaling, layer.window, layer.softcap, layer.sinks)
-            attended = attend_stored(batch, given).view(len(projected), -1)
+            attended = layer.gated(attend_stored(batch, given).view(len(projected), -1), normed, index, adapters)
             output = layer.output.forward(attended)
             if adapters is not None:
                 adapters.add(index, layer.places[1], attended, output)
@@ -293,9 +305,11 @@ def _common_ladder(span: FusedSpan) -> tuple[int, ...]:
     return tuple(rung for rung in sorted(set.intersection(*map(set, ladders))) if rung <= most)
 
 
-def _table(rotary: RotaryTable, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _table(rotary: RotaryTable, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     table, numbers = rotary.numbered(position_ids, end, like)
-    return table, torch.arange(len(position_ids), device=like.device) if numbers is None else numbers
+    if numbers is None:
+        numbers = torch.arange(len(position_ids), device=like.device)
+    return table, numbers, rotary.query_factors(position_ids, like)
 
 
 def _added(hidden: Tensor, delta: Tensor | None, norm: Norm | None, multiplier: float) -> tuple[Tensor, Tensor]:
@@ -320,7 +334,7 @@ def _shapes(span: FusedSpan) -> tuple[tuple[int, int], ...]:
         found |= dict.fromkeys(
             (
                 (width, heads + 2 * keys), (heads, width), (width, (1 + mlp.gates) * mlp.num_gated),
-                (mlp.num_gated, width),
+                (mlp.num_gated, width), *(() if layer.gate is None else ((width, heads),)),
             )
         )  # fmt: skip
     return tuple(found)

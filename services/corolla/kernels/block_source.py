@@ -7,31 +7,29 @@ write the functions for products and attention; a `LAYER` holds their addresses.
 Sums are float32. With bfloat16, results are rounded where transformers rounds them. A token's numbers depend only on
 its own text, not on the other rows of the call or the number of threads.
 
-A block is a list of phases, and a phase consists of pieces of work that threads take one by one. All threads go
-through all phases. A thread that is late because another process used its CPU finds the work done and delays no other
-thread.
+A block is a list of phases; see `phase_source`.
 """
 
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from corolla.kernels.attention_text import COMMON_FIELDS, exponential_of_difference
-from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Fields, Function
+from corolla.kernels.attention_text import COMMON_FIELDS
+from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, LANES, Fields, Function
+from corolla.kernels.phase_source import (
+    COUNTER_BYTES,
+    PIECE_TOKENS,
+    PIECES_OF_THREAD,
+    NumberFunction,
+    NumberTypes,
+    Phases,
+    await_source,
+)
 from corolla.kernels.products import LEAST_PRODUCTS_OF_THREADS
 
 PROJECTIONS: Final = ("query_key_value", "output", "gate_up", "down")
-_PIECE_TOKENS: Final = 4
-"""How many tokens a piece has in phases that go through tokens, such as norms."""
 _PIECE_MERGES: Final = 16
 """How many merges a piece has in the phase that merges pieces of attention."""
-_PIECES_OF_THREAD: Final = 6
-"""How many pieces a product has for each thread. With fewer, threads wait longer for the last piece; with more, the
-inputs are read more often."""
-_COUNTER_BYTES: Final = 256
-"""Bytes of a phase's two counters, of taken pieces and of done pieces; each has a cache line of its own."""
 _MAX_PHASES: Final = 12
 """The most phases of a block."""
 
@@ -45,6 +43,7 @@ STEP: Final[Fields] = (
     ("ptr", "input"),  # [tokens, the larger of all heads and gated] in the type `multiplied`
     ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
+    ("ptr", "query_factors"),  # float32 [tokens]
     ("ptr", "groups"),  # see `GROUP`
     ("ptr", "adapters"),  # [tokens]: address of the `PLACE`s of each token's adapter, or 0; null if all would be 0
     ("ptr", "end"),  # the address behind the last `LAYER`
@@ -119,27 +118,22 @@ PLACE_BYTES: Final = 8 * len(PLACE)
 FACTOR_BYTES: Final = 8 * len(FACTOR)
 
 
-_NUM_BYTES: Final = {"float": 4, "bfloat": 2}
-
-
 @dataclass(frozen=True, slots=True)
-class BlockShape:
+class BlockShape(NumberTypes):
     """The shape of a block for which functions are compiled. All sizes are multiples of 16.
 
     Attributes:
-        element: LLVM's type of hidden states, queries, keys and values: `float` or `bfloat`.
         hidden_size: the size of hidden states.
         head_size: the size of a head; a multiple of 32 where `rotates`.
-        num_gated: how many outputs the gate has.
+        num_gated: how many outputs the gate has; 0: the block ends before its MLP.
         has_bias: for each of `PROJECTIONS`, whether it has a bias.
         norms_heads: whether queries and keys are normalised.
+        norms_rotated: whether they are normalised after the rotary embedding.
         rotates: whether queries and keys have a rotary embedding.
+        scales_queries: whether each token's queries have a factor.
         residual_multiplier: the factor of the outputs of attention and MLP when they are added to hidden states.
-        multiplied: the type of the inputs of products: `element`, or `float` if the processor has no instructions for
-            bfloat16; integer instructions round to bfloat16 then.
     """
 
-    element: str
     hidden_size: int
     num_heads: int
     num_key_heads: int
@@ -147,32 +141,22 @@ class BlockShape:
     num_gated: int
     has_bias: tuple[bool, ...]
     norms_heads: bool
+    norms_rotated: bool
     rotates: bool
+    scales_queries: bool
     residual_multiplier: float
-    multiplied: str
-
-    @property
-    def element_bytes(self) -> int:
-        return _NUM_BYTES[self.element]
-
-    @property
-    def multiplied_bytes(self) -> int:
-        return _NUM_BYTES[self.multiplied]
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """The input and output size of each projection."""
         attended = self.num_heads * self.head_size
-        return {
+        sizes = {
             "query_key_value": (self.hidden_size, attended + 2 * self.num_key_heads * self.head_size),
             "output": (attended, self.hidden_size),
-            "gate_up": (self.hidden_size, 2 * self.num_gated),
-            "down": (self.num_gated, self.hidden_size),
         }
-
-    @property
-    def rounds(self) -> bool:
-        return self.element != "float"
+        if not self.num_gated:
+            return sizes
+        return {**sizes, "gate_up": (self.hidden_size, 2 * self.num_gated), "down": (self.num_gated, self.hidden_size)}
 
     @property
     def attended_buffer(self) -> str:
@@ -182,7 +166,7 @@ class BlockShape:
 
 def counter_bytes(num_layers: int) -> int:
     """Bytes of the counters of all phases of a call."""
-    return (1 + num_layers * _MAX_PHASES) * _COUNTER_BYTES
+    return (1 + num_layers * _MAX_PHASES) * COUNTER_BYTES
 
 
 def module_source(shape: BlockShape, *, pauses: bool) -> str:
@@ -194,95 +178,25 @@ def module_source(shape: BlockShape, *, pauses: bool) -> str:
     Args:
         pauses: whether the processor has an instruction for waiting loops, such as `pause` of x86.
     """
-    writers = [_normalise, _prepare_heads, _add_attention, _gate, _add_mlp]
+    writers = [_normalise, _prepare_heads, _add_attention]
+    if shape.num_gated:
+        writers += [_gate, _add_mlp]
     if shape.rounds:
         writers.append(_round_attended)
     stages = [each(shape) for each in writers] + [_of_some_tokens(each.__name__[1:]) for each in writers]
-    return "\n".join([DECLARATIONS, _adapt(shape), *stages, _await(pauses), _Team(shape).source(), ATTRIBUTES])
+    return "\n".join([DECLARATIONS, _adapt(shape), *stages, await_source(pauses), _Team(shape).source(), ATTRIBUTES])
 
 
-class _BlockFunction(Function):
-    """A function of a block, which loads and stores vectors of its shape's types of numbers."""
+class _BlockFunction(NumberFunction):
+    """A function of a block."""
 
     def __init__(self, shape: BlockShape, signature: str, *, is_internal: bool = True) -> None:
-        super().__init__(signature, is_internal=is_internal)
+        super().__init__(shape, signature, is_internal=is_internal)
         self.shape = shape
 
     def token_row(self, name: str, size: int, num_bytes: int) -> str:
         """The address of the token's numbers in the step's buffer `name`, which has `size` numbers for each token."""
         return self.row(self.field("%step", STEP, name), "%token", size * num_bytes)
-
-    def load_numbers(self, base: str, index: str) -> str:
-        """Loads 16 numbers of the shape's type, from number `index` on, as float32."""
-        return self._load(self.shape.element, base, index)
-
-    def load_multiplied(self, base: str, index: str) -> str:
-        """Loads 16 inputs of products, from number `index` on, as float32."""
-        return self._load(self.shape.multiplied, base, index)
-
-    def load_floats(self, base: str, index: str) -> str:
-        return self._load("float", base, index)
-
-    def _load(self, element: str, base: str, index: str) -> str:
-        kind = f"<{LANES} x {element}>"
-        stored = self.let(f"load {kind}, ptr {self.at(base, index, element)}, align {_NUM_BYTES[element]}")
-        return stored if element == "float" else self.let(f"fpext {kind} {stored} to {FLOATS}")
-
-    def store_numbers(self, value: str, base: str, index: str) -> None:
-        """Stores 16 numbers in the shape's type."""
-        self._store(self.shape.element, value, base, index)
-
-    def store_multiplied(self, value: str, base: str, index: str) -> None:
-        """Stores 16 inputs of products, rounded to the shape's type."""
-        self._store(self.shape.multiplied, self.rounded(value), base, index)
-
-    def _store(self, element: str, value: str, base: str, index: str) -> None:
-        kind = FLOATS
-        if element != "float":
-            value, kind = self._shortened(value)
-        place = self.at(base, index, element)
-        self.lines.append(f"  store {kind} {value}, ptr {place}, align {_NUM_BYTES[element]}")
-
-    def _shortened(self, value: str) -> tuple[str, str]:
-        """Rounds to the shape's type, which is not float32. Returns the vector and the LLVM type to store it as."""
-        if self.shape.multiplied == self.shape.element:
-            kind = f"<{LANES} x {self.shape.element}>"
-            return self.let(f"fptrunc {FLOATS} {value} to {kind}"), kind
-        upper = self.let(f"lshr {INTS} {self._rounded_bits(value)}, splat (i32 16)")
-        kind = f"<{LANES} x i16>"
-        return self.let(f"trunc {INTS} {upper} to {kind}"), kind
-
-    def rounded(self, value: str) -> str:
-        """The value rounded to the shape's type, as float32."""
-        if not self.shape.rounds:
-            return value
-        if self.shape.multiplied == self.shape.element:
-            short, kind = self._shortened(value)
-            return self.let(f"fpext {kind} {short} to {FLOATS}")
-        return self.let(f"bitcast {INTS} {self._rounded_bits(value)} to {FLOATS}")
-
-    def _rounded_bits(self, value: str) -> str:
-        """The bits of the nearest bfloat16, ties to even, as a float32 with zeros in the lower half."""
-        bits = self.let(f"bitcast {FLOATS} {value} to {INTS}")
-        last = self.let(f"and {INTS} {self.let(f'lshr {INTS} {bits}, splat (i32 16)')}, splat (i32 1)")
-        above = self.let(f"add {INTS} {self.let(f'add {INTS} {bits}, splat (i32 32767)')}, {last}")
-        # The sum could turn a NaN into a number, so NaN gets a bit that keeps it NaN.
-        none = self.let(f"or {INTS} {bits}, splat (i32 4194304)")
-        is_none = self.let(f"fcmp uno {FLOATS} {value}, {value}")
-        chosen = self.let(f"select <{LANES} x i1> {is_none}, {INTS} {none}, {INTS} {above}")
-        return self.let(f"and {INTS} {chosen}, splat (i32 -65536)")
-
-    def product(self, left: str, right: str) -> str:
-        return self.let(f"fmul {FLOATS} {left}, {right}")
-
-    def sum(self, left: str, right: str) -> str:
-        return self.let(f"fadd {FLOATS} {left}, {right}")
-
-    def inverse_root(self, squares: str, count: int, epsilon: str) -> str:
-        """One over the root of the mean square plus `epsilon`, in all lanes, from 16 partial sums of squares."""
-        mean = self.let(f"fdiv float {self.total(squares)}, {float(count)}")
-        root = self.let(f"call float @llvm.sqrt.f32(float {self.let(f'fadd float {mean}, {epsilon}')})")
-        return self.splat(self.let(f"fdiv float 1.0, {root}"))
 
 
 def _adapt(shape: BlockShape) -> str:
@@ -380,6 +294,10 @@ def _prepare_heads(shape: BlockShape) -> str:
     row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
     row = function.let(f"load i64, ptr {row_at}")
     rotary = function.row(function.field("%step", STEP, "rotary"), row, 2 * size * shape.element_bytes)
+    factor = ""
+    if shape.scales_queries:
+        factor_at = function.at(function.field("%step", STEP, "query_factors"), "%token", "float")
+        factor = function.splat(function.let(f"load float, ptr {factor_at}"))
     query = function.token_row("query", shape.num_heads * size, shape.element_bytes)
     parts = [("query", shape.num_heads, query, str(size * shape.element_bytes))]
     for name in ("key", "value"):
@@ -400,7 +318,7 @@ def _prepare_heads(shape: BlockShape) -> str:
                     value = _projected(function, source, own_bias, names["number"])
                     function.store_numbers(value, place, names["number"])
             else:
-                _prepare_head(function, name, source, own_bias, rotary, place)
+                _prepare_head(function, name, source, own_bias, rotary, place, factor if name == "query" else "")
         first += num_heads * size
     return function.source()
 
@@ -428,26 +346,43 @@ def _projected(function: _BlockFunction, product: str, bias: str, index: str) ->
     return function.rounded(value)
 
 
-def _prepare_head(function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str) -> None:
+def _prepare_head(
+    function: _BlockFunction, name: str, product: str, bias: str, rotary: str, place: str, factor: str
+) -> None:
+    """Writes lines that normalise and rotate a head on the stack, and store it times `factor`, if there is one."""
     shape, size = function.shape, function.shape.head_size
     with function.loop(f"{name}_squares", size, LANES, {"sum": "zeroinitializer"}) as names:
         value = _projected(function, product, bias, names["number"])
         names["sum"] = function.sum_of_product(value, value, names["sum"])
         at = function.at("%head", names["number"], "float")
         function.store(value, at, 64)
-    if shape.norms_heads:
-        weight = function.field("%layer", LAYER, f"{name}_norm")
-        epsilon = function.float_field("%layer", LAYER, f"{name}_epsilon")
-        inverse = function.inverse_root(f"%{name}_squares_sum_after", size, epsilon)
-        with function.loop(f"{name}_norm", size, LANES) as names:
-            at = function.at("%head", names["number"], "float")
-            value = function.rounded(function.product(function.load(FLOATS, at), inverse))
-            value = function.rounded(function.product(value, function.load_floats(weight, names["number"])))
-            function.store(value, at, 64)
-    if not shape.rotates:
-        with function.loop(f"{name}_store", size, LANES) as names:
-            function.store_numbers(function.load_floats("%head", names["number"]), place, names["number"])
-        return
+    if shape.norms_heads and not shape.norms_rotated:
+        _norm_head(function, name, f"%{name}_squares_sum_after")
+    if shape.rotates:
+        _turn_head(function, name, rotary)
+    if shape.norms_heads and shape.norms_rotated:
+        with function.loop(f"{name}_turned", size, LANES, {"sum": "zeroinitializer"}) as names:
+            value = function.load_floats("%head", names["number"])
+            names["sum"] = function.sum_of_product(value, value, names["sum"])
+        _norm_head(function, name, f"%{name}_turned_sum_after")
+    with function.loop(f"{name}_store", size, LANES) as names:
+        value = function.load_floats("%head", names["number"])
+        function.store_numbers(function.product(value, factor) if factor else value, place, names["number"])
+
+
+def _norm_head(function: _BlockFunction, name: str, squares: str) -> None:
+    size = function.shape.head_size
+    weight = function.field("%layer", LAYER, f"{name}_norm")
+    inverse = function.inverse_root(squares, size, function.float_field("%layer", LAYER, f"{name}_epsilon"))
+    with function.loop(f"{name}_norm", size, LANES) as names:
+        at = function.at("%head", names["number"], "float")
+        value = function.rounded(function.product(function.load(FLOATS, at), inverse))
+        value = function.rounded(function.product(value, function.load_floats(weight, names["number"])))
+        function.store(value, at, 64)
+
+
+def _turn_head(function: _BlockFunction, name: str, rotary: str) -> None:
+    size = function.shape.head_size
     half = size // 2
     with function.loop(f"{name}_turn", half, LANES) as names:
         lower = names["number"]
@@ -457,7 +392,8 @@ def _prepare_head(function: _BlockFunction, name: str, product: str, bias: str, 
             cosine = function.load_numbers(rotary, index)
             sine = function.load_numbers(rotary, function.let(f"add i64 {index}, {size}"))
             straight = function.rounded(function.product(numbers[index], cosine))
-            function.store_numbers(function.sum_of_product(numbers[other], sine, straight), place, index)
+            turned = function.rounded(function.sum_of_product(numbers[other], sine, straight))
+            function.store(turned, function.at("%head", index, "float"), 64)
 
 
 def _round_attended(shape: BlockShape) -> str:
@@ -523,19 +459,11 @@ def _gate(shape: BlockShape) -> str:
     target = function.token_row("input", shape.num_gated, shape.multiplied_bytes)
     bias = function.field("%layer", LAYER, "gate_up_bias") if shape.has_bias[2] else ""
     constants = function.field("%step", STEP, "constants")
-    one = function.splat(function.let("fadd float 1.0, 0.0"))
     with function.loop("gate", shape.num_gated, LANES) as names:
         number = names["number"]
         gate = _projected(function, product, bias, number)
         other = _projected(function, product, bias, function.let(f"add i64 {number}, {shape.num_gated}"))
-        # The exponential of `-|x|` cannot overflow.
-        size = function.let(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {gate})")
-        small = exponential_of_difference(function, constants, "zeroinitializer", size)
-        is_positive = function.let(f"fcmp oge {FLOATS} {gate}, zeroinitializer")
-        numerator = function.let(f"select <{LANES} x i1> {is_positive}, {FLOATS} {one}, {FLOATS} {small}")
-        share = function.let(f"fdiv {FLOATS} {numerator}, {function.sum(small, one)}")
-        activated = function.rounded(function.product(gate, share))
-        function.store_multiplied(function.product(activated, other), target, number)
+        function.store_multiplied(function.product(function.silu(constants, gate), other), target, number)
     return function.source()
 
 
@@ -546,52 +474,24 @@ def _of_some_tokens(stage: str) -> str:
     return function.source()
 
 
-def _await(pauses: bool) -> str:
-    """Writes `await`, which waits until `count` pieces are done. A thread that waits long yields its CPU."""
-    return f"""\
-{"declare void @llvm.x86.sse2.pause()" if pauses else ""}
-declare i32 @sched_yield()
-define internal void @await(ptr %done, i64 %count) #0 {{
-entry:
-  br label %look
-look:
-  %looks = phi i64 [0, %entry], [%looks_after, %again], [0, %yield]
-  %now = load atomic i64, ptr %done acquire, align 8
-  %are_done = icmp uge i64 %now, %count
-  br i1 %are_done, label %out, label %wait
-wait:
-  {"call void @llvm.x86.sse2.pause()" if pauses else ""}
-  %looks_after = add i64 %looks, 1
-  %is_long = icmp ugt i64 %looks_after, 256
-  br i1 %is_long, label %yield, label %again
-again:
-  br label %look
-yield:
-  %ignored = call i32 @sched_yield()
-  br label %look
-out:
-  ret void
-}}"""
-
-
-class _Team:
+class _Team(Phases):
     """Writes `team`, in which each thread goes through all phases of all layers."""
 
     def __init__(self, shape: BlockShape) -> None:
         self._shape = shape
-        self._function = function = _BlockFunction(shape, "@team(ptr %call)", is_internal=False)
-        self._num_phases = 0
+        function = _BlockFunction(shape, "@team(ptr %call)", is_internal=False)
         step, layers = (function.let(f"load ptr, ptr {function.at('%call', 8 * index)}") for index in range(2))
         self._step = step
         names = ("tokens", "threads", "normed", "product", "attended", "input", "groups", "scratch", "scratch_bytes")
         self._fields = {name: function.field(step, STEP, name) for name in (*names, "end", "counters")}
+        super().__init__(function, self._fields["counters"])
         number = function.let(f"atomicrmw add ptr {function.at('%call', 16)}, i64 1 monotonic")
         offset = function.let(f"mul i64 {number}, {self._fields['scratch_bytes']}")
         self._scratch = function.at(self._fields["scratch"], offset)
-        self._num_token_pieces = self._rounded_up(self._fields["tokens"], _PIECE_TOKENS)
-        self._layer, self._counters = layers, self._fields["counters"]
+        self._num_token_pieces = self.rounded_up(self._fields["tokens"], PIECE_TOKENS)
+        self._layer = layers
         self._tokens("normalise")
-        first_counters = self._counter()
+        first_counters = self.counter()
         function.lines.append(
             f"""\
   br label %layers
@@ -599,10 +499,10 @@ layers:
   %layer = phi ptr [{layers}, %normalise_done], [%layer_after, %layers_end]
   %counters = phi ptr [{first_counters}, %normalise_done], [%counters_after, %layers_end]"""
         )
-        self._layer, self._counters, self._num_phases = "%layer", "%counters", 0
+        self._layer, self.counters, self.num_phases = "%layer", "%counters", 0
 
     def source(self) -> str:
-        function, lines = self._function, self._function.lines
+        function, lines = self.function, self.function.lines
         self._product("query_key_value", "normed")
         self._tokens("prepare_heads")
         group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
@@ -613,16 +513,17 @@ layers:
             self._tokens("round_attended")
         self._product("output", self._shape.attended_buffer)
         self._tokens("add_attention")
-        self._product("gate_up", "normed")
-        self._tokens("gate")
-        self._product("down", "input")
-        self._tokens("add_mlp")
+        if self._shape.num_gated:
+            self._product("gate_up", "normed")
+            self._tokens("gate")
+            self._product("down", "input")
+            self._tokens("add_mlp")
         lines.append(
             f"""\
   br label %layers_end
 layers_end:
   %layer_after = getelementptr i8, ptr %layer, i64 {LAYER_BYTES}
-  %counters_after = getelementptr i8, ptr %counters, i64 {self._num_phases * _COUNTER_BYTES}
+  %counters_after = getelementptr i8, ptr %counters, i64 {self.num_phases * COUNTER_BYTES}
   %is_more = icmp ult ptr %layer_after, {self._fields["end"]}
   br i1 %is_more, label %layers, label %done
 done:
@@ -631,74 +532,28 @@ done:
         )
         return "\n".join(lines)
 
-    def _counter(self) -> str:
-        return self._function.at(self._counters, self._num_phases * _COUNTER_BYTES)
-
-    def _rounded_up(self, count: str, size: int | str) -> str:
-        """Writes the number of pieces of `size` that `count` items make."""
-        function = self._function
-        less = function.let(f"sub i64 {size}, 1")
-        return function.let(f"udiv i64 {function.let(f'add i64 {count}, {less}')}, {size}")
-
-    @contextmanager
-    def _phase(self, name: str, count: str) -> Iterator[str]:
-        """Writes a phase, in which a thread takes pieces while there are any, and then waits for the other threads.
-
-        Yields the name of a piece's number; the work on the piece is written within the context.
-        """
-        function, lines = self._function, self._function.lines
-        counter = self._counter()
-        done = function.at(counter, _COUNTER_BYTES // 2)
-        self._num_phases += 1
-        lines.append(
-            f"""\
-  br label %{name}_take
-{name}_take:
-  %{name}_piece = atomicrmw add ptr {counter}, i64 1 monotonic
-  %{name}_is_any = icmp ult i64 %{name}_piece, {count}
-  br i1 %{name}_is_any, label %{name}_work, label %{name}_wait
-{name}_work:"""
-        )
-        yield f"%{name}_piece"
-        lines.append(
-            f"""\
-  %{name}_was = atomicrmw add ptr {done}, i64 1 release
-  br label %{name}_take
-{name}_wait:
-  call void @await(ptr {done}, i64 {count})
-  br label %{name}_done
-{name}_done:"""
-        )
-
-    def _range(self, piece: str, size: int | str, end: str) -> tuple[str, str]:
-        """Writes the number of a piece's first item and the end of the piece's items."""
-        function = self._function
-        first = function.let(f"mul i64 {piece}, {size}")
-        after = function.let(f"add i64 {first}, {size}")
-        return first, function.let(f"call i64 @llvm.umin.i64(i64 {after}, i64 {end})")
-
     def _tokens(self, stage: str) -> None:
-        with self._phase(stage, self._num_token_pieces) as piece:
-            first, end = self._range(piece, _PIECE_TOKENS, self._fields["tokens"])
-            self._function.lines.append(
+        with self.phase(stage, self._num_token_pieces) as piece:
+            first, end = self.range(piece, PIECE_TOKENS, self._fields["tokens"])
+            self.function.lines.append(
                 f"  call void @{stage}_some(ptr {self._step}, ptr {self._layer}, i64 {first}, i64 {end})"
             )
 
     def _product(self, name: str, source: str) -> None:
-        function, fields = self._function, self._fields
+        function, fields = self.function, self._fields
         num_inputs, num_outputs = self._shape.sizes[name]
         num_panels = num_outputs // LANES
         products = function.let(f"mul i64 {fields['tokens']}, {num_inputs * num_outputs}")
         are_many = function.let(f"icmp uge i64 {products}, {LEAST_PRODUCTS_OF_THREADS}")
         are_several = function.let(f"icmp ugt i64 {fields['threads']}, 1")
         is_shared = function.let(f"and i1 {are_many}, {are_several}")
-        pieces = function.let(f"mul i64 {fields['threads']}, {_PIECES_OF_THREAD}")
+        pieces = function.let(f"mul i64 {fields['threads']}, {PIECES_OF_THREAD}")
         # A piece has a multiple of four panels, since a product multiplies up to four at once.
-        fours = self._rounded_up(str(-(-num_panels // 4)), pieces)
+        fours = self.rounded_up(str(-(-num_panels // 4)), pieces)
         size = function.let(f"select i1 {is_shared}, i64 {function.let(f'mul i64 {fours}, 4')}, i64 {num_panels}")
         part, panels = (function.field("%layer", LAYER, f"{name}_{each}") for each in ("part", "panels"))
-        with self._phase(name, self._rounded_up(str(num_panels), size)) as piece:
-            first, end = self._range(piece, size, str(num_panels))
+        with self.phase(name, self.rounded_up(str(num_panels), size)) as piece:
+            first, end = self.range(piece, size, str(num_panels))
             function.lines.append(
                 f"  call void {part}(ptr {fields[source]}, i64 {fields['tokens']}, i64 {num_inputs}, ptr {panels}, "
                 f"ptr {fields['product']}, i64 {num_panels}, ptr {self._scratch}, i64 {first}, i64 {end})"
@@ -706,12 +561,12 @@ done:
 
     def _attention(self, name: str, job: str, count: str, size: int) -> None:
         """Writes a phase of attention. Threads take the last items first, since these see the most keys of a chunk."""
-        function = self._function
+        function = self.function
         group = function.at(self._fields["groups"], function.field("%layer", LAYER, "group"))
         job_at = function.field(group, GROUP, job)
         attend = function.field("%layer", LAYER, f"attend_{name}")
-        with self._phase(name, self._rounded_up(count, size)) as piece:
-            first, end = self._range(piece, size, count)
+        with self.phase(name, self.rounded_up(count, size)) as piece:
+            first, end = self.range(piece, size, count)
             with function.loop(f"{name}_each", end, start=first) as names:
                 item = function.let(f"sub i64 {function.let(f'sub i64 {count}, 1')}, {names['number']}")
                 function.lines.append(f"  call void {attend}(ptr {job_at}, i64 {item})")

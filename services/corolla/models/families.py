@@ -51,11 +51,15 @@ class FusedBlocks:
         has_paired_angles: whether the family's rotary embedding itself repeats each angle for a pair, not for the two
             halves of a head, if it has `rotates_pairs`.
         rotates_windows: whether only layers with a window have a rotary embedding.
+        norms_rotated: whether norms of queries and keys follow the rotary embedding.
+        scales_queries: whether the rotary embedding's `llama_4_scaling_beta` makes the queries of far tokens larger.
     """
 
     rotates_pairs: bool = False
     has_paired_angles: bool = False
     rotates_windows: bool = False
+    norms_rotated: bool = False
+    scales_queries: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,34 +148,39 @@ _FAMILIES = (
     *(
         Family(name, fused=FUSED)
         for name in (
-            "arcee", "cwm", "dots1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "jais2",
-            "llama", "minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2", "qwen2_moe",
-            "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+            "apertus", "arcee", "cwm", "dots1", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss",
+            "hy_v3", "jais2", "llama", "minimax_m2", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3",
+            "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+            "starcoder2", "vaultgemma",
         )
     ),
     *(
         Family(name, fused=FUSED, unit_scalars=("embedding_multiplier",))
         for name in ("granite", "granitemoe", "hyperclovax")
     ),
-    *(Family(name, fused=FusedBlocks(rotates_pairs=True)) for name in ("ernie4_5", "glm", "glm4", "helium")),
+    *(
+        Family(name, fused=FusedBlocks(rotates_pairs=True))
+        for name in ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
+    ),
     *(Family(name, fused=FusedBlocks(rotates_windows=True)) for name in ("exaone4", "exaone_moe")),
+    Family("afmoe", unit_settings=("mup_enabled",), fused=FusedBlocks(rotates_windows=True)),
+    *(
+        Family(name, has_rope_alpha=True, fused=FusedBlocks(norms_rotated=True))
+        for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")
+    ),
+    Family("ministral3", fused=FusedBlocks(scales_queries=True)),
     Family("cohere", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True)),
     Family("cohere2", fused=FusedBlocks(rotates_pairs=True, has_paired_angles=True, rotates_windows=True)),
     Family("phi", norm="final_layernorm", fused=FUSED),
-    Family("phi3", begins_anew=True, fused=FUSED),
+    *(Family(name, begins_anew=True, fused=FUSED) for name in ("phi3", "phimoe")),
     *(
         Family(name)
-        for name in (
-            "apertus", "aria_text", "bitnet", "cohere2_moe", "ernie4_5_moe", "flint", "hy_v3", "jetmoe", "kolibri1",
-            "laguna", "mellum", "ministral3", "olmo",
-        )
+        for name in ("aria_text", "bitnet", "cohere2_moe", "flint", "jetmoe", "kolibri1", "laguna", "mellum", "olmo")
     ),
     *(
         Family(name, unit_scalars=("embedding_multiplier",))
         for name in ("granite_swa", "granitemoe_swa", "granitemoeshared")
     ),
-    *(Family(name, has_rope_alpha=True) for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")),
-    Family("afmoe", unit_settings=("mup_enabled",)),
     Family("biogpt", norm="layer_norm", learned_positions="embed_positions"),
     Family("dbrx", layers="blocks", embedding="wte", norm="norm_f"),
     Family("gpt_neox", embedding="embed_in", norm="final_layer_norm"),
@@ -189,7 +198,6 @@ _FAMILIES = (
         required={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
     ),
     Family("persimmon", norm="final_layernorm"),
-    *(Family(name, packs_rows=False) for name in ("nemotron", "stablelm")),
     # This family attends within fixed chunks, which only its own masks tell, and asks the cache for positions.
     Family("llama4_text", packs_rows=False),
     # Blocks of these families differ in the heads of their keys; see `key_shapes`.
@@ -215,8 +223,6 @@ _FAMILIES = (
     Family("gpt_neo", layers="h", embedding="wte", norm="ln_f", learned_positions="wpe", packs_rows=False),
     Family("gpt_neox_japanese", embedding="embed_in", norm="final_layer_norm", packs_rows=False),
     Family("mpt", layers="blocks", embedding="wte", norm="norm_f", packs_rows=False),
-    # This family has its attention window only in the mask, which packed calls do not use.
-    Family("phimoe", packs_rows=False, begins_anew=True),
     Family("xglm", norm="layer_norm", learned_positions="embed_positions", packs_rows=False),
     *(
         Family(name, past=Past(caches_latents=True), read_weights=("kv_b_proj",))

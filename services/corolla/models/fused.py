@@ -22,7 +22,7 @@ from corolla.models.families import FUSED, Family
 from corolla.models.linear import DenseLinear, is_plain, replace_linears
 from corolla.models.mixtures import Mixture
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.rotary_table import RotaryTable
+from corolla.models.rotary_table import RotaryTable, Turn
 
 # Some families have one linear layer in place of several that read the same input.
 _QUERY_KEY_VALUE: Final = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -30,26 +30,34 @@ _OUTPUT: Final = (("o_proj",), ("dense",))
 _GATE_UP: Final = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",), ("fc1",), ("c_fc",))
 _DOWN: Final = (("down_proj",), ("fc2",), ("c_proj",))
 _ACTIVATION: Final = (("act_fn",), ("activation_fn",), ("act",))
+# The gate of attention's output.
+_GATE: Final = (("gate_proj",),)
+# The norms of queries and keys.
+_HEAD_NORMS: Final = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 # Modules of an attention that a fused block has; with another one it would leave something out.
-_ATTENTION_PARTS: Final = frozenset(itertools.chain(("q_norm", "k_norm"), *_QUERY_KEY_VALUE, *_OUTPUT))
+_ATTENTION_PARTS: Final = frozenset(itertools.chain(*_HEAD_NORMS, *_QUERY_KEY_VALUE, *_GATE, *_OUTPUT))
 # The norms of attention's input and output, and of the MLP's input and output, as families name them. None: a block has
 # no such norm. A block has the first of these rows of which it has all names.
 _NORMS: Final = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+    ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
     ("input_layernorm", None, "pre_feedforward_layernorm", None),
     ("input_layernorm", None, "post_attention_layernorm", None),
+    ("attention_layernorm", None, "feedforward_layernorm", None),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     ("input_layernorm", None, None, None),
 )
 
 PLACES: Final[tuple[Place, ...]] = tuple(
     tuple(f"{part}.{name}" for name in names)
-    for part, alternatives in (("self_attn", (*_QUERY_KEY_VALUE, *_OUTPUT)), ("mlp", (*_GATE_UP, *_DOWN)))
+    for part, alternatives in (("self_attn", (*_QUERY_KEY_VALUE, *_GATE, *_OUTPUT)), ("mlp", (*_GATE_UP, *_DOWN)))
     for names in alternatives
 )
 """The linear layers of a block that are computed together, in all families."""
+GATE_PLACE: Final[Place] = ("self_attn.gate_proj",)
+"""The place of the gate of attention's output."""
 
 
 class BlockNorm(Protocol):
@@ -140,13 +148,16 @@ class FusedSpan:
         blocks = family.fused or FUSED
         tables = {
             kind: RotaryTable(
-                rotary, config, in_pairs=blocks.rotates_pairs, has_paired_angles=blocks.has_paired_angles, kind=kind
+                rotary, config, in_pairs=blocks.rotates_pairs, has_paired_angles=blocks.has_paired_angles,
+                scales_queries=blocks.scales_queries, kind=kind,
             )
             for kind in set(own)
-        }
+        }  # fmt: skip
         return cls(
             [
-                FusedLayer(layer, window, tables[kind] if _rotates(layer, family) else None)
+                FusedLayer(
+                    layer, window, tables[kind] if _rotates(layer, family) else None, norms_rotated=blocks.norms_rotated
+                )
                 for layer, window, kind in zip(layers, windows, own, strict=True)
             ]
         )
@@ -193,7 +204,7 @@ class FusedSpan:
         Returns:
             The output of the last layer: `[N, H]` in the same dtype.
         """
-        turns = {rotary: rotary.rows(position_ids, end, hidden) for rotary in self.rotaries}
+        turns = {rotary: rotary.turn(position_ids, end, hidden) for rotary in self.rotaries}
         for index in layers:
             layer = self.layers[index]
             turn = None if layer.rotary is None else turns[layer.rotary]
@@ -209,6 +220,8 @@ def fits(layer: nn.Module) -> bool:
     if getattr(attention.config, "clip_qkv", None) is not None:
         return False
     projections = [_part(attention, each) for each in (_QUERY_KEY_VALUE, _OUTPUT)]
+    if _has_gate(attention):
+        projections.append(_part(attention, _GATE))
     if not _has_experts(mlp):
         projections += [_part(mlp, each) for each in (_GATE_UP, _DOWN)]
     return all(is_plain(each) or isinstance(each, PackedLinear) for each in itertools.chain(*projections))
@@ -280,13 +293,23 @@ class GatedMlp:
         gate_up = self.gate_up.forward(normed)
         if adapters is not None:
             adapters.add(index, self.places[0], normed, gate_up)
-        gated: Tensor = self.activation(gate_up.narrow(1, 0, self.num_gated))
-        if self.gates:
-            gated = gated * gate_up.narrow(1, self.num_gated, self.num_gated)
+        gated = self.gated(gate_up)
         down = self.down.forward(gated)
         if adapters is not None:
             adapters.add(index, self.places[1], gated, down)
         return down
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Activates what the input projections give.
+
+        Args:
+            gate_up: `[N, gated]`, or `[N, 2 gated]` where there is a gate, in the model's dtype.
+
+        Returns:
+            `[N, gated]` in the same dtype.
+        """
+        gated: Tensor = self.activation(gate_up.narrow(1, 0, self.num_gated))
+        return gated * gate_up.narrow(1, self.num_gated, self.num_gated) if self.gates else gated
 
 
 class MixtureMlp:
@@ -337,6 +360,7 @@ class FusedLayer:
         mlp_output_norm: the norm of what the MLP adds; None in most families.
         query_norm: the norm of each query head, or of all of them together; None in most families.
         key_norm: likewise of key heads.
+        norms_rotated: whether these norms follow the rotary embedding.
         hidden_size: the width of hidden states.
         device: the device of the weights.
         head_dim: the size of a head.
@@ -345,6 +369,7 @@ class FusedLayer:
         query_key_value: the projections to queries, keys and values as one.
         output: the projection of attention's output.
         places: the places of both projections.
+        gate: the projection whose logistic function is the factor of attention's output; None in most families.
         mlp: the MLP, or what stands in its place.
         is_parallel: whether the MLP reads what attention reads, not what attention has changed.
         rotary: the table by which queries and keys are rotated; None: they are not.
@@ -355,15 +380,19 @@ class FusedLayer:
         residual_multiplier: the factor of the outputs that are added to the hidden states.
     """
 
-    def __init__(self, layer: Any, window: int | None, rotary: RotaryTable | None) -> None:
+    def __init__(
+        self, layer: Any, window: int | None, rotary: RotaryTable | None, *, norms_rotated: bool = False
+    ) -> None:
         attention, mlp = layer.self_attn, _mlp_of(layer)
-        names_of_norms = next(row for row in _NORMS if all(name is None or hasattr(layer, name) for name in row))
+        names_of_norms = next(
+            row for row in _NORMS if all(name is None or getattr(layer, name, None) is not None for name in row)
+        )
         self.attention_norm, self.output_norm, self.mlp_norm, self.mlp_output_norm = (
             None if name is None else _norm(getattr(layer, name)) for name in names_of_norms
         )
         self.is_parallel = names_of_norms == _NORMS[-1]
-        self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.query_norm, self.key_norm = (_norm(each) for each in _head_norms(attention))
+        self.norms_rotated = norms_rotated
         (output,) = _part(attention, _OUTPUT)
         self.hidden_size: int = output.out_features
         self.device: torch.device = next(layer.parameters()).device
@@ -377,6 +406,7 @@ class FusedLayer:
             _place("self_attn", attention, _OUTPUT),
         )
         self.output = _dense(output)
+        self.gate = _fuse(attention, *_GATE) if _has_gate(attention) else None
         self.mlp = MixtureMlp(mlp) if _has_experts(mlp) else GatedMlp(mlp)
         self.rotary = rotary
         self.scaling: float = attention.scaling
@@ -386,9 +416,15 @@ class FusedLayer:
         self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
 
     @property
+    def own_places(self) -> tuple[Place, ...]:
+        """The places of all projections that the block computes itself."""
+        gates = () if self.gate is None else (GATE_PLACE,)
+        return (*self.places, *gates, *(self.mlp.places if isinstance(self.mlp, GatedMlp) else ()))
+
+    @property
     def projections(self) -> Iterator[Projection]:
-        for each in (self.query_key_value, self.output):
-            yield from _parts(each)
+        for each in (self.query_key_value, self.output, self.gate):
+            yield from () if each is None else _parts(each)
         yield from self.mlp.projections
 
     @property
@@ -403,7 +439,7 @@ class FusedLayer:
     def forward(
         self,
         hidden: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
+        turn: Turn | None,
         index: int,
         attend: Attend,
         adapters: AdapterBatch | None,
@@ -412,8 +448,7 @@ class FusedLayer:
 
         Args:
             hidden: `[N, H]`, in the model's dtype; it is not changed.
-            turn: the rows of `rotary` for the tokens, `[N, 1, rotary size]` each, in the same dtype or float32; None:
-                there is no such table.
+            turn: how `rotary` turns the tokens; None: there is no such table.
             index: the layer's index within the span.
             attend: stores new keys and values, and attends.
             adapters: the rows' adapters; None where no row has one.
@@ -428,14 +463,16 @@ class FusedLayer:
             adapters.add(index, self.places[0], normed, projected)
         heads = projected.view(num_tokens, -1, self.head_dim)
         rotated = heads.narrow(1, 0, num_rotated)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = torch.split(rotated, [self.num_heads, self.num_key_heads], dim=1)
-            rotated = torch.cat((_normed_heads(self.query_norm, query), _normed_heads(self.key_norm, key)), dim=1)
+        if not self.norms_rotated:
+            rotated = self._normed_heads(rotated)
         if self.rotary is not None and turn is not None:
-            rotated = rotate_heads(rotated, *turn, self.rotary.in_pairs)
+            rotated = rotate_heads(rotated, turn.cos, turn.sin, self.rotary.in_pairs)
+        if self.norms_rotated:
+            rotated = self._normed_heads(rotated)
+        query = rotated.narrow(1, 0, self.num_heads)
         attended = attend(
             index,
-            rotated.narrow(1, 0, self.num_heads),
+            query if turn is None or turn.query_factors is None else query * turn.query_factors,
             rotated.narrow(1, self.num_heads, self.num_key_heads),
             heads.narrow(1, num_rotated, self.num_key_heads),
             scaling=self.scaling,
@@ -443,7 +480,7 @@ class FusedLayer:
             softcap=self.softcap,
             sinks=self.sinks,
         )
-        attended = attended.reshape(num_tokens, -1)
+        attended = self.gated(attended.reshape(num_tokens, -1), normed, index, adapters)
         output = self.output.forward(attended)
         if adapters is not None:
             adapters.add(index, self.places[1], attended, output)
@@ -451,8 +488,44 @@ class FusedLayer:
         change = self.mlp.forward(normed if self.is_parallel else _normed(self.mlp_norm, hidden), index, adapters)
         return self._add(hidden, _normed(self.mlp_output_norm, change))
 
+    def gated(self, attended: Tensor, normed: Tensor, index: int, adapters: Any) -> Tensor:
+        """Attention's output behind its gate, if there is one.
+
+        Args:
+            attended: `[N, heads * head_dim]`, in the model's dtype.
+            normed: `[N, H]` in the same dtype, what attention has read.
+            index: the layer's index within the span.
+            adapters: the rows' adapters, of a kind that blocks add; None where no row has one.
+
+        Returns:
+            `[N, heads * head_dim]` in the same dtype.
+        """
+        if self.gate is None:
+            return attended
+        opening = self.gate.forward(normed)
+        if adapters is not None:
+            adapters.add(index, GATE_PLACE, normed, opening)
+        return attended * torch.sigmoid(opening)
+
+    def _normed_heads(self, heads: Tensor) -> Tensor:
+        """Normalises query heads and key heads, `[N, heads + key heads, head_dim]`."""
+        if self.query_norm is None or self.key_norm is None:
+            return heads
+        query, key = torch.split(heads, [self.num_heads, self.num_key_heads], dim=1)
+        return torch.cat((_normed_heads(self.query_norm, query), _normed_heads(self.key_norm, key)), dim=1)
+
     def _add(self, residual: Tensor, change: Tensor) -> Tensor:
         return residual + change if self.residual_multiplier == 1.0 else residual + change * self.residual_multiplier
+
+
+def _head_norms(attention: Any) -> tuple[Any, Any]:
+    """The norms of queries and keys, as the family's modules; None: there are none."""
+    names = next((names for names in _HEAD_NORMS if hasattr(attention, names[0])), None)
+    return (None, None) if names is None else (getattr(attention, names[0]), getattr(attention, names[1]))
+
+
+def _has_gate(attention: nn.Module) -> bool:
+    return any(hasattr(attention, name) for (name,) in _GATE)
 
 
 def _rotates(layer: Any, family: Family) -> bool:
@@ -567,9 +640,30 @@ class RmsNorm:
         return functional.rms_norm(hidden, self._shape, self.weight, self.epsilon)
 
 
+class HeadNorm:
+    """Normalises each head around its mean, by a layer norm of its own (StableLM 2).
+
+    Attributes:
+        weight: `[heads, head_dim]`.
+        epsilon: added to the mean of the squares.
+        module: the family's module.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.weight = torch.stack([norm.weight.detach() for norm in module.norms])
+        self.epsilon: float = module.norms[0].eps
+        self.module = module
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Normalises the heads of `hidden`, `[N, heads, head_dim]`; returns the same shape and dtype."""
+        return functional.layer_norm(hidden, hidden.shape[-1:], eps=self.epsilon) * self.weight
+
+
 def _norm(module: Any) -> BlockNorm | None:
     """A norm with the results of a family's module, faster if that is the usual RMS norm; None: it changes nothing."""
-    if isinstance(module, nn.Identity):
+    if module is None or isinstance(module, nn.Identity):
         return None
+    if hasattr(module, "norms"):
+        return HeadNorm(module)
     is_usual = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
     return RmsNorm(module) if is_usual else cast(BlockNorm, module)

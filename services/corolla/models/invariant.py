@@ -158,7 +158,7 @@ _CHECKED_ROWS = 3
 # transformers' classes of the kinds "centred", "offset" and "wide" of `launches.NORMS`.
 _CENTRED: Final = ("CohereLayerNorm", "Cohere2LayerNorm")
 _OFFSET: Final = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "VaultGemmaRMSNorm")
-_WIDE: Final = ("FlexOlmoRMSNorm", "GptOssRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
+_WIDE: Final = ("AfmoeRMSNorm", "FlexOlmoRMSNorm", "GptOssRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,10 @@ class Norm:
         name = type(module).__name__
         if type(module) is nn.LayerNorm and module.elementwise_affine and len(module.normalized_shape) == 1:
             return cls(module.weight, module.eps, "centred", module.bias)
+        if name == "NemotronLayerNorm1P":
+            return cls(module.weight + 1, module.eps, "centred", module.bias)
+        if name == "StableLmLayerNormPerHead":
+            return cls(torch.stack([each.weight for each in module.norms]), module.norms[0].eps, "centred")
         if name in _CENTRED:
             return cls(module.weight, module.variance_epsilon, "centred")
         if name in _OFFSET:

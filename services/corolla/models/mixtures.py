@@ -5,7 +5,7 @@ rule, the experts' weights as they lie in the module, and the layers that all to
 the server's own weights before they are used.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self, cast
 
@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from corolla.kernels.expert_routing import Routing
 from corolla.kernels.kernel_trial import relative_error, try_kernel
 from corolla.models.invariant import TOLERANCES, try_product
-from corolla.models.packed.modules import PackedExperts, PackedExpertWeights, are_usual, have_neighbours
+from corolla.models.linear import DenseLinear
+from corolla.models.packed.modules import (
+    PackedExperts,
+    PackedExpertWeights,
+    PackedLinear,
+    are_usual,
+    have_neighbours,
+)
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts
-
-# What transformers adds to the sum of a token's weights in routers that began with DeepSeek-V3.
-_EPSILON: Final = 1e-20
-
 
 ExpertWeights = Tensor | PackedExpertWeights
 """The weights of experts: `[experts, out, in]` in the model's dtype, on its device, or packed."""
@@ -53,52 +56,57 @@ def matrix_of(weights: ExpertWeights, expert: int, dtype: torch.dtype) -> Tensor
     return weights.matrix(expert, dtype) if isinstance(weights, PackedExpertWeights) else weights[expert].to(dtype)
 
 
-def _of_softmax(router: Any) -> Routing:
-    return Routing(router.num_experts, router.top_k, "softmax", normalises=getattr(router, "norm_topk_prob", True))
-
-
-def _of_chosen(router: Any) -> Routing:
-    return Routing(router.num_experts, router.top_k, "chosen")
-
-
-def _of_groups(router: Any) -> Routing:
-    return Routing(
-        router.num_experts, router.top_k, "sigmoid", normalises=router.norm_topk_prob, epsilon=_EPSILON,
-        scaling=router.routed_scaling_factor, num_groups=router.num_group, num_chosen_groups=router.topk_group,
-    )  # fmt: skip
-
-
-def _of_sigmoid(router: Any) -> Routing:
-    return Routing(router.num_experts, router.top_k, "sigmoid", normalises=True)
-
-
 @dataclass(frozen=True, slots=True)
 class _Router:
-    """A class of routers: its rule, and in which types it computes logits and weights."""
+    """A class of routers: what becomes of the logits, and in which types it computes logits and weights.
 
-    routing: Callable[[Any], Routing]
-    is_wide: bool
-    rounds_weights: bool
+    Attributes:
+        score: see `Routing`.
+        epsilon: see `Routing`.
+    """
+
+    score: str
+    is_wide: bool = False
+    rounds_weights: bool = False
+    epsilon: float = 0.0
+
+    def routing(self, router: Any) -> Routing:
+        """The rule of a router, from the settings that families name alike, or as below."""
+        scaling = next((getattr(router, name) for name in _SCALINGS if hasattr(router, name)), 1.0)
+        return Routing(
+            router.num_experts, router.top_k, self.score,
+            normalises=self.score in ("softmax", "sigmoid") and getattr(router, "norm_topk_prob", True),
+            epsilon=self.epsilon, least_sum=getattr(router, "norm_min", 0.0), scaling=scaling,
+            num_groups=getattr(router, "num_group", 1), num_chosen_groups=getattr(router, "topk_group", 1),
+            nearness=2 * getattr(router, "router_jitter_noise", 0.0),
+        )  # fmt: skip
 
 
-_GROUPED: Final = _Router(_of_groups, is_wide=True, rounds_weights=False)
-_SOFTMAX: Final = _Router(_of_softmax, is_wide=False, rounds_weights=True)
+_SCALINGS: Final = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
+_CORRECTIONS: Final = ("e_score_correction_bias", "expert_bias")
+# Such routers began with DeepSeek-V3. The epsilon is what transformers adds to the sum of a token's weights.
+_GROUPED: Final = _Router("sigmoid", is_wide=True, epsilon=1e-20)
+_SOFTMAX: Final = _Router("softmax", rounds_weights=True)
 _ROUTERS: Final[Mapping[str, _Router]] = {
-    "MixtralTopKRouter": _Router(_of_softmax, is_wide=False, rounds_weights=False),
+    "AfmoeTokenChoiceRouter": _Router("sigmoid", epsilon=1e-20),
+    "MixtralTopKRouter": _Router("softmax"),
     "Qwen2MoeTopKRouter": _SOFTMAX,
     "Qwen3MoeTopKRouter": _SOFTMAX,
-    "GptOssTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
-    "GraniteMoeTopKRouter": _Router(_of_chosen, is_wide=False, rounds_weights=True),
+    "GptOssTopKRouter": _Router("chosen", rounds_weights=True),
+    "GraniteMoeTopKRouter": _Router("chosen", rounds_weights=True),
     "Dots1TopkRouter": _GROUPED,
+    "Ernie4_5_MoeTopKRouter": _Router("softmax", is_wide=True, rounds_weights=True),
     "ExaoneMoeTopkRouter": _GROUPED,
     "FlexOlmoTopKRouter": _SOFTMAX,
     "Glm4MoeTopkRouter": _GROUPED,
-    "MiniMaxM2TopKRouter": _Router(_of_sigmoid, is_wide=False, rounds_weights=False),
+    "HYV3TopKRouter": _GROUPED,
+    "HunYuanMoEV1Gate": _SOFTMAX,
+    "MiniMaxM2TopKRouter": _Router("sigmoid"),
     "OlmoeTopKRouter": _SOFTMAX,
+    "PhimoeTopKRouter": _Router("near", rounds_weights=True),
     "SolarOpenTopkRouter": _GROUPED,
 }
-_CORRECTION: Final = "e_score_correction_bias"
-_SHARED: Final = ("shared_expert", "shared_experts")
+_SHARED: Final = ("shared_expert", "shared_experts", "shared_mlp")
 # Modules of a mixture that `Mixture` knows; with another one it would leave something out.
 _PARTS: Final = frozenset({"gate", "router", "experts", "shared_expert_gate", *_SHARED})
 
@@ -121,12 +129,13 @@ class Mixture:
     """A mixture of experts. Its tensors are on one device.
 
     Attributes:
+        router: the linear layer that makes the logits; None: the router itself multiplies by the next two.
         router_weight: `[experts, H]`, in the model's dtype, or in float32 where `is_wide`.
         router_bias: `[experts]`, likewise; None: there is none.
         routing: the router's rule.
         correction: float32 `[experts]`, what is added to the scores for the choice; None: nothing.
         is_wide: whether the logits are computed in float32.
-        weights_dtype: the dtype to which the weights of a token's experts are rounded.
+        rounds_weights: whether the weights of a token's experts are rounded to the model's dtype.
         gate_up: `[experts, 2 G, H]` in the model's dtype; of the last two dimensions, one is contiguous. Or packed.
         gate_up_bias: `[experts, 2 G]` in the model's dtype; None: there is none.
         down: `[experts, H, G]`, likewise.
@@ -137,12 +146,13 @@ class Mixture:
         shared_gate: a linear layer with one output, the gate of `shared`; None: there is none.
     """
 
-    router_weight: Tensor
+    router: nn.Module | None
+    router_weight: Tensor | None
     router_bias: Tensor | None
     routing: Routing
     correction: Tensor | None
     is_wide: bool
-    weights_dtype: torch.dtype
+    rounds_weights: bool
     gate_up: ExpertWeights
     gate_up_bias: Tensor | None
     down: ExpertWeights
@@ -169,14 +179,18 @@ class Mixture:
         ):
             return None
         own = cast(Any, experts)
-        weight = cast(Any, router).weight.detach()
+        of_router = list(cast(Any, router).children())
+        layer = next((each for each in of_router if isinstance(each, DenseLinear | PackedLinear)), None)
+        corrections = (getattr(each, name, None) for each in (router, *of_router, module) for name in _CORRECTIONS)
+        correction = next((each for each in corrections if each is not None), None)
         return cls(
-            router_weight=weight,
+            router=layer,
+            router_weight=None if layer is not None else cast(Any, router).weight.detach(),
             router_bias=getattr(router, "bias", None),
             routing=kind.routing(router),
-            correction=getattr(router, _CORRECTION, getattr(module, _CORRECTION, None)),
+            correction=None if correction is None else correction.detach().flatten(),
             is_wide=kind.is_wide,
-            weights_dtype=weight.dtype if kind.rounds_weights else torch.float32,
+            rounds_weights=kind.rounds_weights,
             gate_up=_of_outputs(own, own.gate_up_proj),
             gate_up_bias=getattr(own, "gate_up_proj_bias", None),
             down=_of_outputs(own, own.down_proj),
@@ -258,10 +272,12 @@ def failed_experts_trial(
 def _failed_router(mixture: Mixture, ladder: tuple[int, ...]) -> str | None:
     from corolla.kernels.triton.launches import multiply
 
+    own, bias = mixture.router_weight, mixture.router_bias
+    if own is None:
+        return None  # the product of a linear layer is chosen like those of others
     # A router may be narrower than its rows; the trial draws rows like the weight.
-    weight = mixture.router_weight.float() if mixture.is_wide else mixture.router_weight
-    bias = mixture.router_bias
-    trial = try_product(lambda rows, *_: multiply(rows, mixture.router_weight, bias), weight, bias, ladder)
+    weight = own.float() if mixture.is_wide else own
+    trial = try_product(lambda rows, *_: multiply(rows, own, bias), weight, bias, ladder)
     return trial.failure and f"the product of its router: {trial.failure}"
 
 

@@ -3,7 +3,7 @@
 LongRoPE (Ding et al. 2024, the type `longrope`) has other factors for long texts.
 """
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,24 @@ MIN_POSITIONS: Final = 1024
 """The least number of positions in a table; most texts are shorter."""
 
 _BY_POSITION_ALONE: Final = ("default", "linear", "llama3", "yarn")
-"""The types of rotary embeddings in which a position's numbers do not depend on the length of the text."""
+"""The types of rotary embeddings in which a position's numbers do not depend on the length of the text.
+
+A fixed `alpha` makes `dynamic` one of them.
+"""
+
+
+class Turn(NamedTuple):
+    """How the queries and keys of a call's tokens are turned. All tensors are on the device of hidden states.
+
+    Attributes:
+        cos: `[N, 1, rotary size]` in the dtype of hidden states, or float32: the cosines of each token's position.
+        sin: `[N, 1, rotary size]` in the same dtype: its signed sines.
+        query_factors: `[N, 1, 1]` in the dtype of hidden states, the factors of turned queries; None: there are none.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_factors: Tensor | None = None
 
 
 class RotaryTable:
@@ -24,10 +41,12 @@ class RotaryTable:
     Args:
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
         has_paired_angles: see `FusedBlocks.has_paired_angles`.
+        scales_queries: see `FusedBlocks.scales_queries`.
         kind: the kind of layers whose numbers these are, where the configuration has some for each kind; else None.
 
     Attributes:
         size: the rotary size: how many numbers of a head are rotated.
+        scales_queries: whether queries get factors.
     """
 
     def __init__(
@@ -37,6 +56,7 @@ class RotaryTable:
         *,
         in_pairs: bool = False,
         has_paired_angles: bool = False,
+        scales_queries: bool = False,
         kind: str | None = None,
     ) -> None:
         self._rotary = rotary
@@ -48,7 +68,9 @@ class RotaryTable:
         parameters = getattr(config, "rope_parameters", None) or {}
         if kind is not None:
             parameters = parameters[kind]
-        self._is_lasting = parameters.get("rope_type", "default") in _BY_POSITION_ALONE
+        self.scales_queries = scales_queries
+        self._parameters = parameters
+        self._is_lasting = parameters.get("rope_type", "default") in _BY_POSITION_ALONE or "alpha" in parameters
         self._table = torch.empty(0)
 
     @property
@@ -60,8 +82,8 @@ class RotaryTable:
         """
         return self._table
 
-    def rows(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and signed sines of positions, each `[N, 1, rotary size]`.
+    def turn(self, position_ids: Tensor, end: int, like: Tensor) -> Turn:
+        """How queries and keys at positions are turned.
 
         Args:
             position_ids: int64 `[N]`, all below `end`.
@@ -70,12 +92,28 @@ class RotaryTable:
         table, numbers = self.numbered(position_ids, end, like)
         if numbers is not None:
             table = table.index_select(0, numbers)
-        return table[:, 0:1], table[:, 1:2]
+        return Turn(table[:, 0:1], table[:, 1:2], self.query_factors(position_ids, like))
+
+    def query_factors(self, position_ids: Tensor, like: Tensor) -> Tensor | None:
+        """The factors of queries, which grow with the logarithm of the position, as in Llama 4 and Ministral 3.
+
+        Args:
+            position_ids: int64 `[N]`, on the device of hidden states.
+            like: a tensor of any shape with the device and dtype of hidden states.
+
+        Returns:
+            `[N, 1, 1]` in the dtype of `like`, on its device; None: there are none.
+        """
+        if not self.scales_queries:
+            return None
+        beta, length = self._parameters["llama_4_scaling_beta"], self._parameters["original_max_position_embeddings"]
+        factors: Tensor = 1 + beta * torch.log(1 + torch.floor(position_ids / length))
+        return factors.to(like.dtype)[:, None, None]
 
     def numbered(self, position_ids: Tensor, end: int, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """A table of cosines and signed sines, `[rows, 2, rotary size]`, and the row of each position.
 
-        Takes the arguments of `rows`; see `RotaryTable.rows`.
+        Takes the arguments of `turn`; see `RotaryTable.turn`.
 
         Returns:
             The table and int64 `[N]`; None instead of the latter where row `i` belongs to position `i` of the call.

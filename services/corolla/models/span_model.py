@@ -127,17 +127,17 @@ class SpanModel:
             products: how a CPU multiplies; see `product_rule.way_of`.
         """
         rotary = self.rotary
+        if self.device.type == "cpu":
+            lay_out_experts(self._base, products)
         if self.family.fused is not None and rotary is not None and self.packs_rows and all(map(fits, self.layers)):
             self.fused = FusedSpan.from_layers(self.layers, rotary, self.config, self.family, self.windows)
         kept = self.family.read_weights
         choose_products(
             replace_linears(self._base, kept) if self.fused is None else self.fused.linears, asked_for=products
         )
-        if self.family.past.packs_states and self.device.type == "cpu":
-            lay_out_experts(self._base, products)
-            if products == AUTO:
-                # Several rows need one call by panels, and otherwise a call each, also where weights are small.
-                choose_products((each for each in self.linears if each.way == Way.LIBRARY), asked_for=Way.PANELS)
+        if self.family.past.packs_states and self.device.type == "cpu" and products == AUTO:
+            # Several rows need one call by panels, and otherwise a call each, also where weights are small.
+            choose_products((each for each in self.linears if each.way == Way.LIBRARY), asked_for=Way.PANELS)
         if self.device.type == "cuda":
             choose_packed_products(self.packed_layers, self.dtype)
 
@@ -164,7 +164,7 @@ class SpanModel:
             return None
         if self.fused is None:
             return LinearPlace((path,), 0, shape)
-        place = next((each for each in PLACES if path in each), None)
+        place = next((each for each in self.fused.layers[layer].own_places if path in each), None)
         if place is None:
             # The family's own code runs a mixture, whose layers get hooks.
             is_in_mixture = isinstance(self.fused.layers[layer].mlp, MixtureMlp)
@@ -237,7 +237,6 @@ class SpanModel:
         blocks: Span | None = None,
         past_key_values: Any = None,
         attention_mask: Any = None,
-        **attention_kwargs: Any,
     ) -> Tensor:
         """Runs the blocks.
 
@@ -248,7 +247,6 @@ class SpanModel:
             blocks: a run within the span; None runs the whole span.
             past_key_values: a transformers cache, or None for attention functions that keep their own.
             attention_mask: a mask in the form of the family's base model.
-            attention_kwargs: passed on to the attention function.
 
         Returns:
             The output of the last of `blocks`, before any final norm: `[B, T, H]` in the model's dtype.
@@ -259,7 +257,6 @@ class SpanModel:
             attention_mask=attention_mask,
             use_cache=past_key_values is not None,
             **{self.family.past.cache_argument: past_key_values},
-            **attention_kwargs,
         )
         return cast(Tensor, output.last_hidden_state)
 
@@ -303,7 +300,8 @@ def _features(module: nn.Module | None) -> tuple[int, int] | None:
     """The input and output size of a linear layer of any class; None for other modules."""
     if isinstance(module, DenseLinear):
         return module.weight.shape[1], module.weight.shape[0]
-    if isinstance(module, nn.Embedding) or module is None:
+    # A router may be a kind of linear layer that returns more than a product.
+    if isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router") or module is None:
         return None
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     return sizes if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None  # type: ignore[return-value]

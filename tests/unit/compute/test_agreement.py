@@ -76,8 +76,8 @@ def test_a_mistake_in_the_blocks_is_found(
     checkpoint = Checkpoint.from_pretrained(str(folder))
     build = FusedLayer.__init__
 
-    def mistaken(layer: FusedLayer, *arguments: Any) -> None:
-        build(layer, *arguments)
+    def mistaken(layer: FusedLayer, *arguments: Any, **options: Any) -> None:
+        build(layer, *arguments, **options)
         if layer.window is not None:
             for name, value in mistake.items():
                 setattr(layer, name, value)

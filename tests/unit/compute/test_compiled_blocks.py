@@ -30,7 +30,7 @@ NUM_BLOCKS = 4
 WHOLE = Span(0, NUM_BLOCKS)
 # Heads of 32 numbers, halves of which are turned together.
 HEADS = {"head_dim": 32}
-FAMILIES = ("llama", "qwen2", "qwen3", "smollm3", "mistral", "granite")
+FAMILIES = ("hunyuan_v1_dense", "qwen2", "qwen3", "smollm3", "mistral", "granite")
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 # New tokens of three sessions, step after step: next tokens, several at once, and chunks.
 STEPS = ((70, 3, 1), (1, 1, 9), (8, 40, 1), (1, 1, 1), (2, 1, 300))
@@ -116,8 +116,10 @@ def assert_close(given: list[Tensor], expected: list[Tensor], dtype: torch.dtype
         assert float((one.float() - other.float()).abs().max() / other.float().abs().max()) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "dtype, family",
+    [*itertools.product(TOLERANCES, FAMILIES), (torch.float32, "ministral3")],
+)
 def test_blocks_equal_their_modules(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(family, tmp_path)
     runner, modules = runner_of(checkpoint, dtype), runner_of(checkpoint, dtype, is_compiled=False)
@@ -128,6 +130,13 @@ def test_blocks_equal_their_modules(family: str, dtype: torch.dtype, tmp_path: P
     torch.set_num_threads(2)
     for one, other in zip(run(runner, steps), alone, strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_mixture_stands_between_two_calls(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("qwen3_moe", tmp_path)
+    runner, modules = runner_of(checkpoint), runner_of(checkpoint, is_compiled=False)
+    steps = inputs(runner)
+    assert_close(run(runner, steps), run(modules, steps), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -238,7 +247,9 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     mlp = span.layers[2].mlp
     assert isinstance(mlp, GatedMlp)
     mlp.activation = torch.nn.GELU()
-    assert why_unsupported(span, runner.store, torch.float32) == "the activation GELU has no function"
+    assert why_unsupported(span, runner.store, torch.float32) == (
+        "the activation GELU, or an MLP without a gate, has no function"
+    )
     span.layers[3].scaling *= 2
     assert why_unsupported(span, runner.store, torch.float32) == "the heads of its layers differ"
 
@@ -248,4 +259,6 @@ def test_wrong_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bits = itertools.repeat(0x3F000000)
     monkeypatch.setattr(compiled_blocks, "float_bits", lambda _: next(bits))
     assert runner.model.fused is not None
-    assert choose_compiled_blocks(runner.model.fused, runner.store, runner.backend, torch.float32) is None
+    assert (
+        choose_compiled_blocks(runner.model.fused, runner.store, runner.backend, torch.float32, runner.stacks) is None
+    )

@@ -33,6 +33,7 @@ from tests.checkpoints import (
     make_tiny_checkpoint,
 )
 from tests.families import family_cases
+from tests.tiers import quick
 
 UNEVEN = (Span(0, 1), Span(1, 4), Span(4, 5))
 
@@ -166,6 +167,7 @@ def test_the_fast_way_gives_the_same_tokens(make_chain: MakeChain, family: str) 
         pytest.param("gpt_neox", {"use_parallel_residual": False}, id="gpt_neox in sequence"),
         pytest.param("llama", {"num_key_value_heads": 1, "head_dim": 32}, id="llama with one key head"),
         pytest.param("stablelm", {"use_parallel_residual": True, "qk_layernorm": False}, id="stablelm in parallel"),
+        pytest.param("phi", {"qk_layernorm": True}, id="phi with norms of queries and keys", marks=pytest.mark.full),
         pytest.param("gpt_bigcode", {"multi_query": False}, id="gpt_bigcode with many key heads"),
         pytest.param("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}, id="deepseek_v2 lite"),
         pytest.param("deepseek_v3", {"rope_parameters": YARN}, id="deepseek_v3 with far positions"),
@@ -375,11 +377,11 @@ def test_of_latent_attention_latents_are_kept(make_chain: MakeChain) -> None:
         assert [tuple(tensor.shape[1:]) for tensor in cache.store.layer(0)] == [(1, 16), (1, 8)]
 
 
-@pytest.mark.parametrize("family, is_packed", [("phi3", True), ("phimoe", False)])
-def test_each_row_has_the_factors_of_its_own_text(tmp_path: Path, family: str, is_packed: bool) -> None:
+@pytest.mark.parametrize("family", quick(["phi3", "phimoe"], "phi3"))
+def test_each_row_has_the_factors_of_its_own_text(tmp_path: Path, family: str) -> None:
     """Also where a long text comes in chunks, of which the first ones alone would be short texts."""
     chain = Chain(make_long_rope_checkpoint(family, tmp_path / family))
-    assert chain.runners[0].model.packs_rows == is_packed
+    assert chain.runners[0].model.fused is not None
     short, long = tokens(50, seed=3), tokens(LONG_ROPE_LENGTH + 40, seed=4)
     short_caches, long_caches = chain.open(), chain.open(160)
     parts: tuple[list[Tensor], list[Tensor]] = ([], [])

@@ -39,7 +39,7 @@ def test_the_rotary_table_rotates_like_the_families_own_module(kind: str) -> Non
     table, module = table_and_module(kind)
     for positions in ([0], [5, 6, 7], [0, 1023, 1024], [3000], [2, 90]):
         position_ids = torch.tensor(positions)
-        cos, sin = table.rows(position_ids, max(positions) + 1, LIKE)
+        cos, sin, _ = table.turn(position_ids, max(positions) + 1, LIKE)
         assert cos.shape == sin.shape == (len(positions), 1, 16)
         states = torch.randn(len(positions), 3, 16)
         wanted_cos, wanted_sin = (part[0].unsqueeze(1) for part in module(LIKE, position_ids.unsqueeze(0)))
@@ -51,7 +51,7 @@ def test_only_tables_that_do_not_depend_on_the_length_are_kept() -> None:
     assert len(table_and_module("llama3")[0].__dict__["_table"]) == 0
     kept, not_kept = table_and_module("llama3")[0], table_and_module("dynamic")[0]
     for table in (kept, not_kept):
-        table.rows(torch.tensor([40]), 41, LIKE)
+        table.turn(torch.tensor([40]), 41, LIKE)
     assert len(kept.__dict__["_table"]) == 1024
     assert len(not_kept.__dict__["_table"]) == 0
 
@@ -65,7 +65,7 @@ def test_each_kind_of_layers_has_a_table_of_its_own() -> None:
     )  # fmt: skip
     module, position_ids, like = Olmo3RotaryEmbedding(config), torch.tensor([3, 70]), LIKE.bfloat16()
     for kind in parameters:
-        cos, sin = RotaryTable(module, config, kind=kind).rows(position_ids, 71, like)
+        cos, sin, _ = RotaryTable(module, config, kind=kind).turn(position_ids, 71, like)
         wanted_cos, wanted_sin = module(like, position_ids.unsqueeze(0), kind)
         assert torch.equal(cos[:, 0], wanted_cos[0])
         assert torch.equal(sin[:, 0, 8:], wanted_sin[0, :, 8:])

@@ -6,6 +6,7 @@ own session, in their pages. Rows never see each other. All tensors of a call ar
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -262,6 +263,9 @@ class AttentionBatch:
             bias = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device).masked_fill_(unseen, -torch.inf)
             self._biases[kind] = bias if bool(unseen.any()) else None
         return self._biases[kind]
+
+
+CALLED: Final = ContextVar[AttentionBatch]("the batch that the family's own code is called for")
 
 
 def slots_of(rows: Sequence[PackedRow], group: int) -> list[int]:

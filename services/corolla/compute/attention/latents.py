@@ -25,7 +25,7 @@ from transformers import AttentionInterface, Cache, PretrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from corolla.compute.attention.base import SHORT_ROW, AttentionBatch, AttentionShape, PackedRow
+from corolla.compute.attention.base import CALLED, SHORT_ROW, AttentionBatch, AttentionShape, PackedRow
 from corolla.compute.attention.partial_attention import Part, math, merge_two
 
 LATENT: Final = "corolla_latent"
@@ -140,19 +140,19 @@ def latent_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    batch: AttentionBatch,
     scaling: float | None = None,
     expands_all: bool = False,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls for rows whose latents `PackedLatents` has stored.
+    """The attention function that transformers calls for the rows of the batch `CALLED`.
+
+    `PackedLatents` has stored their latents.
 
     Args:
         module: the family's attention module, which expands latents.
         query: `[1, heads, N, head_dim]` in the model's dtype.
         key: unused, as `value` is; every row's latents are read from its pages.
         attention_mask: unused; transformers makes no mask for functions that it does not know.
-        batch: the rows.
         scaling: the factor of the scores; None: one over the square root of the head size.
         expands_all: whether short rows, too, attend to expanded latents.
 
@@ -161,6 +161,7 @@ def latent_attention(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     config: PretrainedConfig = cast(Any, module).config
+    batch = CALLED.get()
     are_short = [not expands_all and reads_latents(config, row.num_tokens) for row in batch.rows]
     short, long = (list(itertools.compress(batch.rows, each)) for each in (are_short, [not each for each in are_short]))
     of_short = attend_to_latents(module, query, short, batch, scaling)

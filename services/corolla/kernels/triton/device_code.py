@@ -183,12 +183,13 @@ def _weight_of(weight, head, HEAD: tl.constexpr, NORM: tl.constexpr):
 def rotate_and_store(
     qkv, table, positions, slots, query, keys, values, query_weight, key_weight, query_eps, key_eps,
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
-    ROTARY: tl.constexpr, IN_PAIRS: tl.constexpr, NORM: tl.constexpr, CODEC: tl.constexpr, STORED: tl.constexpr,
+    ROTARY: tl.constexpr, IN_PAIRS: tl.constexpr, NORM: tl.constexpr, NORMS_ROTATED: tl.constexpr,
+    CODEC: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """A program for a token's head: norm, rotation, and the place in `query`, or in the pages.
 
     The first ROTARY numbers of a head are rotated: each with the one half of them away, or IN_PAIRS with its neighbour.
-    A head takes STORED numbers of the pages.
+    With NORMS_ROTATED the norm follows. A head takes STORED numbers of the pages.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -204,7 +205,6 @@ def rotate_and_store(
             other = tl.where(at < ROTARY, (at + ROTARY // 2) % ROTARY, at)
         rolled = tl.load(source + other, mask=inside, other=0.0)
         if NORM != "":
-            plain = value
             if head < NUM_HEADS:
                 weight = tl.load(_weight_of(query_weight, head, HEAD, NORM) + at, mask=inside, other=0.0)
                 rolled_weight = tl.load(_weight_of(query_weight, head, HEAD, NORM) + other, mask=inside, other=0.0)
@@ -215,16 +215,20 @@ def rotate_and_store(
                     _weight_of(key_weight, head - NUM_HEADS, HEAD, NORM) + other, mask=inside, other=0.0
                 )
                 eps = key_eps
-            value = _normed_head(value, plain, weight, eps, inside, HEAD, NORM)
-            rolled = _normed_head(rolled, plain, rolled_weight, eps, inside, HEAD, NORM)
+            if not NORMS_ROTATED:
+                rolled = _normed_head(rolled, value, rolled_weight, eps, inside, HEAD, NORM)
+                value = _normed_head(value, value, weight, eps, inside, HEAD, NORM)
         if ROTARY:
             position = tl.load(positions + token)
             turns = inside if ROTARY == HEAD else at < ROTARY
             cos = tl.load(table + position * 2 * ROTARY + at, mask=turns, other=0.0).to(tl.float32)
             sin = tl.load(table + position * 2 * ROTARY + ROTARY + at, mask=turns, other=0.0).to(tl.float32)
-            straight = (value.to(tl.float32) * cos).to(value.dtype).to(tl.float32)
-            rotated = (straight + rolled.to(tl.float32) * sin).to(value.dtype)
+            rotated = ((value.to(tl.float32) * cos).to(value.dtype).to(tl.float32) + rolled.to(tl.float32) * sin).to(
+                value.dtype
+            )
             value = rotated if ROTARY == HEAD else tl.where(turns, rotated, value)
+        if NORM != "" and NORMS_ROTATED:
+            value = _normed_head(value, value, weight, eps, inside, HEAD, NORM)
     if head < NUM_HEADS:
         tl.store(query + (token * NUM_HEADS + head) * HEAD + at, value, mask=inside)
     else:

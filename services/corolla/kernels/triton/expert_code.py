@@ -48,7 +48,7 @@ def _of_best_groups(
 
 @triton.jit
 def choose_experts(
-    logits, correction, ids, weights, epsilon, scaling,
+    logits, correction, ids, weights, epsilon, least_sum, nearness, scaling,
     NUM_EXPERTS: tl.constexpr, BLOCK: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
     SCORE: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMALISES: tl.constexpr,
     NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
@@ -64,7 +64,7 @@ def choose_experts(
     elif SCORE == "sigmoid":
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
-        tl.static_assert(SCORE == "chosen", "a score without a kernel")
+        tl.static_assert(SCORE == "chosen" or SCORE == "near", "a score without a kernel")
         score = logit
     left = score
     if HAS_CORRECTION:
@@ -78,16 +78,22 @@ def choose_experts(
     chosen = tl.zeros([CHOSEN_BLOCK], tl.int32)
     weight = tl.zeros([CHOSEN_BLOCK], tl.float32)
     for number in tl.static_range(NUM_CHOSEN):
-        first = _first_of(left, at, tl.max(left, 0), BLOCK)
+        best = tl.max(left, 0)
+        first = _first_of(left, at, best, BLOCK)
         chosen = tl.where(rank == number, first, chosen)
-        weight = tl.where(rank == number, tl.sum(tl.where(at == first, score, 0.0), 0), weight)
+        if SCORE == "near":
+            is_far = (best - score) / tl.maximum(tl.abs(score), best) > nearness
+            own = 1.0 / tl.sum(tl.where(is_far | (left == -float("inf")), 0.0, tl.exp(score - best)), 0)
+        else:
+            own = tl.sum(tl.where(at == first, score, 0.0), 0)
+        weight = tl.where(rank == number, own, weight)
         left = tl.where(at == first, -float("inf"), left)
     if SCORE == "chosen":
         own = tl.where(rank < NUM_CHOSEN, weight, -float("inf"))
         powers = tl.exp(own - tl.max(own, 0))
         weight = powers / tl.sum(powers, 0)
     if NORMALISES:
-        weight = weight / (tl.sum(weight, 0) + epsilon)
+        weight = weight / (tl.maximum(tl.sum(weight, 0), least_sum) + epsilon)
     weight *= scaling
     place = token * NUM_CHOSEN + rank
     tl.store(ids + place, chosen, mask=rank < NUM_CHOSEN)

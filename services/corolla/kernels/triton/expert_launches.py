@@ -61,7 +61,7 @@ def choose_experts(
     )  # fmt: skip
     launch(
         choice, (num_tokens,), logits, logits if correction is None else correction, ids, weights, routing.epsilon,
-        routing.scaling,
+        routing.least_sum, routing.nearness, routing.scaling,
     )  # fmt: skip
     pairs = torch.empty_like(ids)
     firsts = torch.empty(num_experts + 1, dtype=torch.int32, device=logits.device)

@@ -235,6 +235,7 @@ def rotate_and_store(
     *,
     in_pairs: bool = False,
     norms: HeadNorms | None = None,
+    norms_rotated: bool = False,
     codec: str | None = None,
 ) -> Tensor:
     """Normalises and rotates queries and keys, and stores keys and values in their pages.
@@ -250,6 +251,7 @@ def rotate_and_store(
         values: `[slots, key heads, head_dim]`, likewise.
         in_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
         norms: the norms of queries and keys; None: there are none.
+        norms_rotated: whether these norms follow the rotation; then a head's numbers are normalised by themselves.
         codec: the key of `cache.codecs.CODECS` by which keys and values are stored; None: as they are.
 
     Returns:
@@ -266,7 +268,7 @@ def rotate_and_store(
     epsilons = (0.0, 0.0) if norms is None else (norms.query_epsilon, norms.key_epsilon)
     rotary, norm = 0 if table is None else table.shape[-1], "" if norms is None else norms.kind
     launch(
-        _rotation(num_heads, num_key_heads, head, rotary, in_pairs, norm, codec or "", stored),
+        _rotation(num_heads, num_key_heads, head, rotary, in_pairs, norm, norms_rotated, codec or "", stored),
         (slots.shape[0], num_heads + 2 * num_key_heads),
         qkv, qkv if table is None else table, positions, slots, query, keys, values, *weights, *epsilons,
     )  # fmt: skip
@@ -275,12 +277,20 @@ def rotate_and_store(
 
 @functools.cache
 def _rotation(
-    num_heads: int, num_key_heads: int, head: int, rotary: int, in_pairs: bool, norm: str, codec: str, stored: int
+    num_heads: int,
+    num_key_heads: int,
+    head: int,
+    rotary: int,
+    in_pairs: bool,
+    norm: str,
+    norms_rotated: bool,
+    codec: str,
+    stored: int,
 ) -> Variant:
     return variant(
         device_code.rotate_and_store, NUM_HEADS=num_heads, NUM_KEY_HEADS=num_key_heads, HEAD=head,
-        BLOCK=power_of_two(head), ROTARY=rotary, IN_PAIRS=in_pairs, NORM=norm, CODEC=codec, STORED=stored, num_warps=1,
-        **_EXACT,
+        BLOCK=power_of_two(head), ROTARY=rotary, IN_PAIRS=in_pairs, NORM=norm, NORMS_ROTATED=norms_rotated, CODEC=codec,
+        STORED=stored, num_warps=1, **_EXACT,
     )  # fmt: skip
 
 

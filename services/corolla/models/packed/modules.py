@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from corolla.chassis import heap
 from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.kernels.experts import ExpertPanels, can_run, run_experts
 from corolla.kernels.layouts import Layout, PlainLayout
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.products import kernel_of, multiplied, plain_layout
@@ -302,6 +303,8 @@ def make_up_packed(root: nn.Module) -> None:
             module.panels = panels
 
 
+SILU: Final = ("SiLU", "SiLUActivation")
+"""The classes of the activation of most gates, for which there are compiled functions."""
 EXPERT_WEIGHTS: Final = ("gate_up_proj", "down_proj")
 """The names of experts' weights, `[experts, out, in]`, within their module."""
 # The activation of usual gates, and the numbers of gpt-oss' gate.
@@ -441,7 +444,7 @@ class PackedExperts(nn.Module):
                 setattr(self, name, getattr(experts, name))
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Runs the chosen experts of each token, one expert after the other.
+        """Runs the chosen experts of each token, by a compiled function or one expert after the other.
 
         Args:
             hidden: `[N, H]`, on the device of the weights.
@@ -451,6 +454,8 @@ class PackedExperts(nn.Module):
         Returns:
             `[N, H]` in the dtype of `hidden`.
         """
+        if (panels := self.compiled_panels(hidden.dtype)) is not None:
+            return run_experts(hidden, ids, weights, *panels)
         num_tokens, num_chosen = ids.shape
         pairs = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.gate_up_proj.shape[0]).tolist()
@@ -461,6 +466,24 @@ class PackedExperts(nn.Module):
                 results[own] = self._product("down_proj", expert, gated)
         weighed = results.view(num_tokens, num_chosen, -1) * weights.unsqueeze(-1)
         return weighed.sum(1).to(hidden.dtype)
+
+    def compiled_panels(self, dtype: torch.dtype) -> tuple[ExpertPanels, ExpertPanels] | None:
+        """The panels of both weights, if a compiled function runs these experts for hidden states of a dtype.
+
+        Then no token depends on the others.
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if not isinstance(gate_up, PackedExpertWeights) or not isinstance(down, PackedExpertWeights):
+            return None
+        has_usual_gate = type(getattr(self, "act_fn", None)).__name__ in SILU and self.gate_up_proj_bias is None
+        if not has_usual_gate or not can_run(dtype, gate_up.shape[2], down.shape[2]):
+            return None
+        if gate_up.panels is None or down.panels is None or gate_up.panels.device.type != "cpu":
+            return None
+        return (
+            ExpertPanels(gate_up.layout, gate_up.panels, gate_up.shape[1]),
+            ExpertPanels(down.layout, down.panels, down.shape[1]),
+        )
 
     def _product(self, name: str, expert: int, rows: Tensor) -> Tensor:
         weights, bias = getattr(self, name), getattr(self, f"{name}_bias")

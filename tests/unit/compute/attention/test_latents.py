@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from corolla.cache.store import KVStore
 from corolla.compute.attention import compiled_attention, latents
-from corolla.compute.attention.base import AttentionBatch, PackedRow
+from corolla.compute.attention.base import CALLED, AttentionBatch, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.compute.attention.latents import (
     bytes_of_key,
@@ -109,8 +109,8 @@ def test_a_row_has_the_same_bits_alone_and_next_to_others(tmp_path: Path, attent
     module: Any = next(module for module in runner.model.modules() if hasattr(module, "expand_kv"))
 
     def attended(query: Tensor, rows: list[PackedRow]) -> Tensor:
-        batch = AttentionBatch(runner.store, rows, runner.backend)
-        return latent_attention(module, query, query, query, None, batch=batch)[0][0]
+        CALLED.set(AttentionBatch(runner.store, rows, runner.backend))
+        return latent_attention(module, query, query, query, None)[0][0]
 
     query = torch.randn(1, 16, 7, 192, generator=generator)
     query[:, :, 1] = query[:, :, 0]
@@ -188,10 +188,10 @@ def peak_of_attention(num_tokens: int, num_queries: int, runner: SpanRunner) -> 
     whole.write(0, *(torch.randn(num_tokens, 1, size, generator=generator).to(dtype) for size in (512, 64)))
     cache.commit(num_tokens)
     row = PackedRow(cache, num_tokens - num_queries, 0, num_queries)
-    batch = AttentionBatch(runner.store, [row], runner.backend)
+    CALLED.set(AttentionBatch(runner.store, [row], runner.backend))
     query = torch.randn(1, 16, num_queries, 192, generator=generator).to(dtype)
     module: Any = next(module for module in runner.model.modules() if hasattr(module, "expand_kv"))
-    peak, output = peak_bytes(lambda: latent_attention(module, query, query, query, None, batch=batch))
+    peak, output = peak_bytes(lambda: latent_attention(module, query, query, query, None))
     cache.clear()
     return peak, output
 
