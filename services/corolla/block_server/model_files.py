@@ -35,7 +35,7 @@ class ModelFiles:
         network: connects to them.
 
     Raises:
-        SettingsError: the manifest's name is no SHA-256.
+        SettingsError: the manifest's name is not a SHA-256.
     """
 
     def __init__(self, manifest: Path, model: str, router: str, network: Network) -> None:
@@ -90,6 +90,11 @@ class ModelFiles:
     def sender(self, tasks: TaskGroup, is_computing: Callable[[], bool]) -> PartSender | None:
         """Returns what gives the files to others; None: there are none to give."""
         return PartSender(self._files, self._digest, tasks, is_computing) if self._files is not None else None
+
+    @property
+    def seconds_left(self) -> float:
+        """How long what is missing will take; 0: nothing is missing, or it is not known."""
+        return self._fetcher.seconds_left
 
     def stop(self) -> None:
         """Ends what threads wait for."""

@@ -62,6 +62,15 @@ class PartFetcher:
         self._is_stopped = False
         self._liars: set[str] = set()
         self._is_waiting = False
+        self._num_missing_bytes = self._num_fetched_bytes = 0
+        self._began_s = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the parts that are missing now will take, at the speed so far; 0: none is missing, or not known."""
+        if not self._num_fetched_bytes:
+            return 0.0
+        return self._num_missing_bytes * (self._loop.time() - self._began_s) / self._num_fetched_bytes
 
     def get(self, files: SharedFiles, numbers: Sequence[PartNumber]) -> None:
         """Gets these parts, however long that takes. Raises StartupError if this process ends meanwhile."""
@@ -90,6 +99,8 @@ class PartFetcher:
             self._running.discard(future)
 
     async def _get(self, files: SharedFiles, wanted: deque[PartNumber]) -> None:
+        self._num_missing_bytes, self._num_fetched_bytes = len(wanted) * PART_BYTES, 0
+        self._began_s = self._loop.time()
         while wanted:
             num_wanted = len(wanted)
             links = await self._links()
@@ -109,7 +120,10 @@ class PartFetcher:
                 content = await link.ask(number)
                 if content is not None:
                     is_taken = await asyncio.to_thread(files.take, number, content)
-                    if not is_taken:
+                    if is_taken:
+                        self._num_missing_bytes -= PART_BYTES
+                        self._num_fetched_bytes += PART_BYTES
+                    else:
                         self._leave_liar(link)
             finally:
                 if not is_taken:

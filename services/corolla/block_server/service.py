@@ -325,6 +325,7 @@ class BlockServer:
 
     async def _load_weights(self) -> str:
         device, span = self._device, self._span
+        await asyncio.to_thread(self._loader.fetch, self._checkpoint, span)
         self._progress = await asyncio.to_thread(StartProgress.of, self._checkpoint, span)
         with memory_for(f"the weights of blocks {span}", device, FEWER_WEIGHTS):
             self._bandwidth = (
@@ -592,12 +593,10 @@ class BlockServer:
 
     def _load(self) -> router_pb2.ServerLoad:
         if "engine" not in self.parts.started:
-            progress = self._progress
-            return (
-                router_pb2.ServerLoad(start_share=progress.share, start_seconds_left=progress.seconds_left)
-                if progress is not None
-                else router_pb2.ServerLoad()
-            )
+            progress, files = self._progress, self._loader.model_files
+            if progress is not None:
+                return router_pb2.ServerLoad(start_share=progress.share, start_seconds_left=progress.seconds_left)
+            return router_pb2.ServerLoad(start_seconds_left=files.seconds_left if files is not None else 0.0)
         pool = self._sessions.pool
         num_copied = self._standbys.num_copied_tokens if "servicer" in self.parts.started else 0
         return router_pb2.ServerLoad(

@@ -125,7 +125,6 @@ class SpanLoader:
         settings = self._settings
         if self._read_ahead is not None:
             self._read_ahead.stop()
-        checkpoint.fetch(tensors_of(checkpoint, span))
         model = load_span(
             checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
         )

@@ -298,6 +298,7 @@ class Recovery:
             job.lost,
             num_tokens=binding.open_options.max_tokens * len(job.sequences),
             patience_s=job.patience_s,
+            until_s=job.budget.until_s,
             retryable=job.lost.retryable,
             standbys=binding.standbys.replacements(job.lost),
         )

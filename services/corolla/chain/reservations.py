@@ -38,6 +38,7 @@ from corolla.chassis.tracing import spans
 from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, trace_headers
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.planning.numerics import numerics_of
+from corolla.planning.ready_in import waits_until
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.adapter_version import AdapterVersion
@@ -378,7 +379,7 @@ class Reservations:
         while True:
             try:
                 chain = open_options.only_chain or await self._choose(
-                    len(identities), open_options, held, attempts, give_up_s
+                    len(identities), open_options, held, attempts, give_up_s, until_s
                 )
             except (NoChain, OutOfPages):
                 if attempts.without_adapter is not None:
@@ -649,8 +650,12 @@ class Reservations:
         held: Mapping[str, int],
         attempts: Attempts,
         give_up_s: float,
+        until_s: float,
     ) -> common_pb2.Chain:
-        """A chain whose servers may open the sessions. Waits for one while a lost server may still come back."""
+        """A chain whose servers may open the sessions.
+
+        Waits for one while a lost server may still come back, or servers that join say that they are ready in time.
+        """
         first_failure: CorollaError | None = None
 
         async def plan(now_s: float, *, as_last_resort: bool) -> common_pb2.Chain:
@@ -688,10 +693,14 @@ class Reservations:
                 first_failure = first_failure or failure
                 with contextlib.suppress(NoChain, RouterUnavailable, StoreUnavailable):
                     return await plan(now_s, as_last_resort=True)
-                may_succeed = attempts.lost.may_return(now_s) or self.routes.is_settling
-                if asyncio.get_running_loop().time() >= give_up_s or not may_succeed:
+                ready_in_s = self.routes.ready_in_s(attempts.lost) or math.inf
+                waits_until_s = waits_until(give_up_s, ready_in_s, now_s, until_s)
+                may_succeed = (
+                    attempts.lost.may_return(now_s) or self.routes.is_settling or now_s + ready_in_s < waits_until_s
+                )
+                if asyncio.get_running_loop().time() >= waits_until_s or not may_succeed:
                     raise first_failure from None
-            await self.routes.wait_for_update(give_up_s)
+            await self.routes.wait_for_update(waits_until_s)
 
     async def _open_on(
         self,

@@ -31,6 +31,7 @@ from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
+from corolla.planning.ready_in import ready_in_seconds, waits_until
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.planning.standbys import holder_for, standby_for
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
@@ -262,6 +263,10 @@ class Routes:
         """The server that holds most of a text as the hop would compute it; see `planning.standbys`."""
         return holder_for(hop, self._indexed().ready, self._avoided().union(excluded), held)
 
+    def ready_in_s(self, lost: Collection[str] = ()) -> float | None:
+        """The seconds until each block has a server; see `planning.ready_in`."""
+        return ready_in_seconds(self._placement.servers, self._num_blocks, self._fingerprint, lost)
+
     async def wait_for_update(self, until_s: float) -> None:
         """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""
         await self._placement.wait_for_update(
@@ -333,6 +338,9 @@ class Routes:
         if are_some_full:
             # The gap may exist only because full servers were left out, so the caller learns that they are full.
             return OutOfPages("block servers have too few free KV pages for this request")
+        if isinstance(failure, NoChain) and (ready_in_s := self.ready_in_s()):
+            text = f"{failure.message}; servers that join say that they are ready in {math.ceil(ready_in_s)} s"
+            return NoChain(text, metadata=failure.metadata, retry_after_s=ready_in_s)
         return failure
 
     async def replan_recorded(
@@ -365,6 +373,7 @@ class Routes:
         *,
         num_tokens: int,
         patience_s: float,
+        until_s: float = math.inf,
         retryable: Callable[[float], Collection[str]] = lambda now_s: (),
         standbys: Mapping[str, common_pb2.Hop] = MappingProxyType({}),
     ) -> common_pb2.Chain:
@@ -373,14 +382,15 @@ class Routes:
         Args:
             standbys: the hops that take the places of lost ones if they can, by the ids of these.
             num_tokens: replacements with pages for this many tokens are preferred.
-            patience_s: how long to wait for a replacement to appear.
+            patience_s: how long to wait for a replacement to appear; longer if servers join (`planning.ready_in`).
+            until_s: when the caller stops waiting, by the event loop's clock.
             retryable: maps a time to the lost servers that may stay then if no other server can take their place.
 
         Raises:
             NoChain: no replacement appeared.
         """
         clock = asyncio.get_running_loop().time
-        give_up_s = clock() + patience_s
+        patient_until_s = clock() + patience_s
         while True:
             try:
                 # Between two replacements, the event loop does what else is due.
@@ -392,6 +402,8 @@ class Routes:
                 with contextlib.suppress(CorollaError):
                     if may_stay := frozenset(retryable(now_s)):
                         return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens, standbys)
+                ready_in_s = self.ready_in_s(lost) if patience_s else None
+                give_up_s = waits_until(patient_until_s, ready_in_s, now_s, until_s)
                 if now_s >= give_up_s:
                     raise
             await self.wait_for_update(give_up_s)

@@ -278,6 +278,35 @@ async def test_sessions_that_lose_a_server_at_once_are_placed_one_after_another(
 
 
 @watched
+async def test_callers_wait_for_servers_that_say_when_they_are_ready(router: Router, watch: PlacementWatch) -> None:
+    here, joins = ready("a", 0, 3, 1000), ready("b", 3, 5, 1000)
+    joins.state = pb.SERVER_STATE_JOINING
+    joins.load.start_seconds_left = 20
+    await router.push(pb.Placement(servers=[here, joins]))
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    with pytest.raises(NoChain, match="ready in 20 s") as refused:
+        await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)
+    assert refused.value.retry_after_s == 20
+    hops = [
+        common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=end))
+        for name, start, end in (("a", 0, 3), ("lost", 3, 5))
+    ]
+    chain = common_pb2.Chain(hops=hops, fingerprint="f")
+    replacing = asyncio.ensure_future(routes.replace_lost(chain, {"lost"}, num_tokens=1, patience_s=5))
+    await asyncio.sleep(15)
+    assert not replacing.done(), "three times as long as its patience"
+    joins.state = pb.SERVER_STATE_READY
+    await router.push(pb.Placement(servers=[here, joins], cheapest_chain=common_pb2.Chain()))
+    assert [hop.server_id for hop in (await replacing).hops] == ["a", "b"]
+    joins.state = pb.SERVER_STATE_JOINING
+    await router.push(pb.Placement(servers=[here, joins]))
+    with pytest.raises(NoChain):
+        await routes.replace_lost(
+            chain, {"lost"}, num_tokens=1, patience_s=5, until_s=asyncio.get_running_loop().time() + 7
+        )
+
+
+@watched
 async def test_a_departed_server_that_is_not_listed_is_forgotten(router: Router, watch: PlacementWatch) -> None:
     routes = Routes(cast(ControlPlane, router), watch, "f", 5)
     for number in range(100):

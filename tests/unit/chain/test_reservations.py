@@ -52,6 +52,7 @@ def reservations_on(plane: Any, patience_s: float) -> Reservations:
     beginnings = SimpleNamespace(remember=lambda *_args: None, held=lambda *_args: {})
     routes: Any = SimpleNamespace(
         plan=plan, on_open_refused=lambda *_args: None, is_settling=False, beginnings=beginnings,
+        ready_in_s=lambda lost: None,
         needs_text_in_common=lambda *_args: False,
     )  # fmt: skip
     limits = ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)

@@ -1,0 +1,53 @@
+"""Says when every block has a server, by what servers that join say of themselves. Pure."""
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from corolla.v1 import router_pb2 as pb
+
+_MOST_MORE_S: Final = 60.0
+"""How much longer than usual callers wait for servers that join."""
+_LATE_S: Final = 2.0
+"""So much later than it said a server may be ready: its next heartbeat, and the router's next push."""
+
+
+def ready_in_seconds(
+    servers: Iterable[pb.PlacedServer], num_blocks: int, fingerprint: str, lost: Collection[str] = ()
+) -> float | None:
+    """Returns the seconds until each block has a ready server; None: some block has none that is or says when it is.
+
+    For example, blocks 0:4 have a ready server, blocks 2:8 one that is ready in 5 seconds, and blocks 6:8 one that is
+    ready in 3 seconds: all blocks have one in 5 seconds, since 4:6 need the second one.
+
+    Args:
+        fingerprint: The weights that servers must have.
+        lost: The ids of servers that do not count.
+    """
+    soonest = [math.inf] * num_blocks
+    for each in servers:
+        if each.server.fingerprint != fingerprint or each.server.server_id in lost:
+            continue
+        if each.state == pb.SERVER_STATE_READY and not each.suspected:
+            seconds = 0.0
+        elif each.state == pb.SERVER_STATE_JOINING and each.load.start_seconds_left:
+            seconds = each.load.start_seconds_left
+        else:
+            continue
+        for block in range(each.span.start, min(each.span.end, num_blocks)):
+            soonest[block] = min(soonest[block], seconds)
+    latest = max(soonest, default=math.inf)
+    return latest if math.isfinite(latest) else None
+
+
+def waits_until(give_up_s: float, ready_in_s: float | None, now_s: float, until_s: float) -> float:
+    """Returns the time until which a caller waits for a chain.
+
+    Args:
+        give_up_s: Until when it waits if no server says when it is ready.
+        ready_in_s: The seconds until each block has a server, if servers say so; 0: each has one.
+        until_s: When the caller stops waiting.
+    """
+    if not ready_in_s or math.isinf(ready_in_s):
+        return give_up_s
+    return min(until_s, give_up_s + _MOST_MORE_S, max(give_up_s, now_s + ready_in_s + _LATE_S))
