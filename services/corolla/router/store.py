@@ -130,10 +130,19 @@ def key_prefix(model: str) -> str:
 
 @contextmanager
 def _cancellable() -> Iterator[None]:
-    """Raises a cancellation that redis-py has lost: before Python 3.12, its `asyncio.wait_for` may do so."""
+    """Raises a cancellation that redis-py has lost: before Python 3.12, its `asyncio.wait_for` may do so.
+
+    A cancellation that nobody asked for is a lost connection: redis-py raises one where a connection by TLS ends while
+    a call on it times out.
+    """
     task = asyncio.current_task()
     num_cancels = task.cancelling() if task else 0
-    yield
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task is None or task.cancelling() > num_cancels:
+            raise
+        raise RedisConnectionError("the connection was lost") from None
     if task and task.cancelling() > num_cancels:
         raise asyncio.CancelledError
 
@@ -196,7 +205,8 @@ class Store:
             StoreUnavailable: Redis does not answer, or is not ready yet.
         """
         try:
-            await self._client.ping()
+            with _cancellable():
+                await self._client.ping()
         except _FAILURES as error:
             match failure_of(error):
                 case RedisFailure.BUG:
@@ -210,7 +220,7 @@ class Store:
     async def follow_primary(self) -> None:
         """Goes on at the primary that Sentinels name now, if they name one."""
         for client in (self._client, self._waiting):
-            with _cancellable(), suppress(*_FAILURES):
+            with suppress(*_FAILURES), _cancellable():
                 await follow_primary(client)
 
     async def call(self, name: str, model: str, *arguments: str | bytes | int) -> Any:
@@ -272,7 +282,8 @@ class Store:
         failure: RedisFailure | None = None
         with _cancellable():
             try:
-                yield
+                with _cancellable():
+                    yield
             except _FAILURES as error:
                 failure = await self._examined(error)
             if failure is None and self._failure is not None:
@@ -302,7 +313,7 @@ class Store:
     async def _connect_anew(self) -> None:
         """Ends idle connections now, and those in use with their calls."""
         for client in (self._client, self._waiting):
-            with suppress(*_FAILURES):
+            with suppress(*_FAILURES), _cancellable():
                 await client.connection_pool.update_active_connections_for_reconnect()  # type: ignore[no-untyped-call]
                 await client.connection_pool.disconnect(inuse_connections=False)
 
@@ -312,7 +323,8 @@ class Store:
         if now_s < self._next_probe_s:
             return
         try:
-            await self._client.set(_PROBE_KEY, 1, px=_PROBE_MS)
+            with _cancellable():
+                await self._client.set(_PROBE_KEY, 1, px=_PROBE_MS)
         except _FAILURES as error:
             self._next_probe_s = now_s + _REST_S
             await self._examined(error)

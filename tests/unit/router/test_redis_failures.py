@@ -1,11 +1,17 @@
 """What errors of Redis mean, by the texts that Redis 6.2 and 7.2 send."""
 
+import asyncio
+
 import pytest
+from prometheus_client import CollectorRegistry
 from redis._parsers import BaseParser
+from redis.asyncio import BlockingConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import DataError
 
-from corolla.router.store import RedisFailure, code_of, failure_of
+from corolla.chassis.errors import StoreUnavailable
+from corolla.router.metrics import RouterMetrics
+from corolla.router.store import RedisFailure, Store, code_of, failure_of
 
 _IN_A_SCRIPT_OF_6 = "ERR Error running script (call to f_0c1): @user_script:12: @user_script: 12: -{}"
 _IN_A_SCRIPT_OF_7 = "{} script: 0c1, on @user_script:12."
@@ -62,3 +68,18 @@ def test_what_a_reply_means(text: str, meant: RedisFailure) -> None:
 )
 def test_what_an_error_of_this_process_means(error: Exception, meant: RedisFailure) -> None:
     assert failure_of(error) is meant
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An essential task of the router would end by it, and with that the process."""
+
+    async def ends_with_its_future(*_: object, **__: object) -> None:
+        gone = asyncio.get_running_loop().create_future()
+        gone.cancel()
+        await gone
+
+    store = Store("redis://127.0.0.1:1/0", 0.1, RouterMetrics(CollectorRegistry()))
+    for name in ("disconnect", "get_connection"):
+        monkeypatch.setattr(BlockingConnectionPool, name, ends_with_its_future)
+        with pytest.raises(StoreUnavailable):
+            await store.models()
