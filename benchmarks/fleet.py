@@ -1,18 +1,17 @@
-"""A fleet of simulated block servers over a real router and Redis: joins, plans, and how evenly sessions are spread.
+"""A fleet of simulated block servers over a real router and Redis: joins, plans, how sessions spread, and deaths.
 
     python -m benchmarks.fleet --servers 10 100 1000
 
-The servers register, send heartbeats and count the sessions that plans give them; they compute nothing. A model of 80
-blocks is served in spans of 10, so a chain has 8 hops. Client services are their planner alone, with the placement that
-the router pushes: each with a connection of its own.
+The servers register, send heartbeats and open sessions; they compute nothing. A model of 80 blocks is served in spans
+of 10, so a chain has 8 hops. Where sessions are only planned, client services are their planner alone, with the
+placement that the router pushes: each with a connection of its own. Where servers die, client services open all
+sessions, and open those of the dead servers again, as they do for answers.
 """
 
 import argparse
 import asyncio
 import json
 import os
-import random
-import secrets
 import statistics
 import sys
 import tempfile
@@ -20,41 +19,29 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Final, TypeVar
 
 from benchmarks.command import run
 from benchmarks.figures import Figure, at_least, at_most, figure
-from corolla.block_server.beginnings import MOST_ANNOUNCED
+from benchmarks.fleet_servers import LEASE_MS, NUM_BLOCKS, PATIENCE_S, Server, join_all
 from corolla.chain.control import ControlPlane
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import CorollaError
 from corolla.local.ports import Ports
-from corolla.v1 import router_pb2 as pb
-from corolla.wire.beginnings import DIGEST_BYTES
 from tests.embedded_redis import EmbeddedRedis
 
 Pipe = TypeVar("Pipe", asyncio.StreamReader, asyncio.StreamWriter)
 
-_NUM_BLOCKS: Final = 80
-_BLOCKS_OF_A_SERVER: Final = 10
-_NUM_PAGES: Final = 4096
-_NEW_BEGINNINGS: Final = 6
-"""The beginnings of texts that a server announces anew with each heartbeat, since two answers have ended."""
-_JOINS_AT_ONCE: Final = 20
 _PLANS_AT_ONCE: Final = 40
 _NUM_PLANS: Final = 100
 _SESSION_TOKENS: Final = 256
 _LEASE_MS: Final = 600_000
-_USUAL_LEASE_MS: Final = 6000
 _NUM_ROUTERS: Final = 2
 _NUM_SERVICES: Final = 4
-_joining = asyncio.Semaphore(_JOINS_AT_ONCE)
 _READY_S: Final = 30.0
-_PATIENCE_S: Final = 300.0
+_MOST_LINE_BYTES: Final = 1 << 24
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -82,14 +69,13 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
     async with _router(redis_url) as address:
         model = f"fleet-{count}"
         control = ControlPlane(address, model)
-        servers = [_Server(control, model) for _ in range(count)]
+        servers = [Server(control, model, f"host-{number}:1") for number in range(count)]
         began_s = time.perf_counter()
-        for first in range(0, count, _JOINS_AT_ONCE):
-            await asyncio.gather(*(each.join() for each in servers[first : first + _JOINS_AT_ONCE]))
+        await join_all(servers)
         found.append(figure(f"{count} servers join", "s", [time.perf_counter() - began_s]))
 
         async def by_router() -> None:
-            await control.plan_chain(fingerprint=_Server.fingerprint, num_tokens=0)
+            await control.plan_chain(fingerprint=Server.fingerprint, num_tokens=0)
 
         found += [
             *await _plans("router", count, by_router, (5.0, 200.0)),
@@ -110,41 +96,40 @@ async def _deaths(redis_url: str, count: int, options: argparse.Namespace) -> li
     """Many servers die at once, of a fleet that sends heartbeats. Each client service is a process of its own."""
     model = f"deaths-{count}"
     async with AsyncExitStack() as stack:
-        routers = [await stack.enter_async_context(_router(redis_url, _USUAL_LEASE_MS)) for _ in range(_NUM_ROUTERS)]
-        controls = [ControlPlane(address, model) for address in routers]
-        servers = [_Server(controls[number % _NUM_ROUTERS], model) for number in range(count)]
-        beating = [asyncio.create_task(each.live()) for each in servers]
-        stack.callback(lambda: [task.cancel() for task in beating])
-        await asyncio.gather(*(each.joined.wait() for each in servers))
-        held = options.held // _NUM_SERVICES
-        facts = [model, _Server.fingerprint, str(_NUM_BLOCKS), str(held)]
+        routers = [await stack.enter_async_context(_router(redis_url, LEASE_MS)) for _ in range(_NUM_ROUTERS)]
+        sizes = (count - options.deaths, options.deaths)
+        living, dying = [await _started(stack, "fleet_servers", model, str(size), *routers) for size in sizes]
+        await _line(living)
+        dead = await _line(dying)
+        held = str(options.held // _NUM_SERVICES)
         services = [
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "benchmarks.fleet_client", routers[number % _NUM_ROUTERS], *facts,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            )
+            await _started(stack, "fleet_client", routers[number % _NUM_ROUTERS], model, held)
             for number in range(_NUM_SERVICES)
-        ]  # fmt: skip
+        ]
         for each in services:
-            stack.callback(partial(_end, each))
+            _pipe(each.stdin).write(dead)
         for each in services:
             await _line(each)
-        dead = random.Random(0).sample(range(count), options.deaths)
-        for number in dead:
-            beating[number].cancel()
+        dying.kill()
         died = time.time()
-        for each in services:
-            _pipe(each.stdin).write(json.dumps([servers[number].server_id for number in dead]).encode() + b"\n")
         found = [json.loads(await _line(each)) for each in services]
-        for control in controls:
-            await control.close()
     name = f"{options.deaths} of {count} servers die with {options.held} sessions"
     return [
-        figure(f"{name}: all placed again", "s", [max(each["ended"] for each in found) - died], at_most(10.0)),
-        figure(f"{name}: sessions placed again", "", [sum(each["num_placed"] for each in found)]),
+        figure(f"{name}: all open again", "s", [max(each["ended"] for each in found) - died], at_most(10.0)),
+        figure(f"{name}: sessions opened again", "", [sum(each["num_opened"] for each in found)]),
         figure(f"{name}: longest stall of a client service", "s", [max(each["stall_s"] for each in found)],
                at_most(0.2)),
     ]  # fmt: skip
+
+
+async def _started(stack: AsyncExitStack, module: str, *arguments: str) -> asyncio.subprocess.Process:
+    """A process of this benchmark, which ends with the context."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"benchmarks.{module}", *arguments,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_MOST_LINE_BYTES,
+    )  # fmt: skip
+    stack.callback(_end, process)
+    return process
 
 
 def _end(process: asyncio.subprocess.Process) -> None:
@@ -159,10 +144,10 @@ def _pipe(pipe: Pipe | None) -> Pipe:
 
 
 async def _line(process: asyncio.subprocess.Process) -> bytes:
-    async with asyncio.timeout(_PATIENCE_S):
+    async with asyncio.timeout(PATIENCE_S):
         line = await _pipe(process.stdout).readline()
     if not line:
-        raise RuntimeError("a client service ended")
+        raise RuntimeError("a process ended")
     return line
 
 
@@ -185,7 +170,7 @@ async def _plans(
 
 async def _refused(control: ControlPlane, count: int) -> list[Figure]:
     """Plans of the router that are asked for at once."""
-    calls = (control.plan_chain(fingerprint=_Server.fingerprint, num_tokens=0) for _ in range(_PLANS_AT_ONCE))
+    calls = (control.plan_chain(fingerprint=Server.fingerprint, num_tokens=0) for _ in range(_PLANS_AT_ONCE))
     replies = await asyncio.gather(*calls, return_exceptions=True)
     num_refused = sum(isinstance(each, CorollaError) for each in replies)
     return [figure(f"{count} servers: of {_PLANS_AT_ONCE} plans at once, refused", "", [num_refused], at_most(0))]
@@ -256,11 +241,11 @@ async def _client_services(address: str, model: str, count: int) -> AsyncIterato
     running = [asyncio.create_task(watch.run()) for watch in watches]
     try:
         for watch in watches:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(PATIENCE_S):
                 while not watch.servers:
                     await watch.wait_for_update(1.0)
         yield [
-            Routes(control, watch, _Server.fingerprint, _NUM_BLOCKS)
+            Routes(control, watch, Server.fingerprint, NUM_BLOCKS)
             for control, watch in zip(controls, watches, strict=True)
         ]
     finally:
@@ -269,51 +254,6 @@ async def _client_services(address: str, model: str, count: int) -> AsyncIterato
         await asyncio.gather(*running, return_exceptions=True)
         for control in controls:
             await control.close()
-
-
-@dataclass(slots=True)
-class _Server:
-    """A block server as the router sees it."""
-
-    fingerprint: ClassVar[str] = "f"
-
-    control: ControlPlane
-    model: str
-    server_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    joined: asyncio.Event = field(default_factory=asyncio.Event)
-    num_heartbeats: int = 0
-    beginnings: bytes = b""
-
-    async def live(self) -> None:
-        """Joins, and sends heartbeats until the task is cancelled."""
-        async with _joining:
-            await self.join()
-        self.joined.set()
-        while True:
-            await asyncio.sleep(_USUAL_LEASE_MS / 4000)
-            await self.beat()
-
-    async def join(self) -> None:
-        description = pb.ServerDescription(
-            server_id=self.server_id, address=f"{self.server_id[:12]}:1", model=self.model,
-            fingerprint=self.fingerprint, num_model_blocks=_NUM_BLOCKS, capacity_blocks=_BLOCKS_OF_A_SERVER,
-            decode_tokens_per_second=1000.0,
-        )  # fmt: skip
-        stub: Any = self.control.stub
-        await stub.RegisterServer(pb.RegisterServerRequest(server=description), timeout=_PATIENCE_S)
-        await self.beat()
-
-    async def beat(self) -> None:
-        self.num_heartbeats += 1
-        new = secrets.token_bytes(_NEW_BEGINNINGS * DIGEST_BYTES)
-        self.beginnings = (new + self.beginnings)[: MOST_ANNOUNCED * DIGEST_BYTES]
-        load = pb.ServerLoad(
-            num_pages=_NUM_PAGES, num_free_pages=_NUM_PAGES, max_session_tokens=_NUM_PAGES << 4,
-            heartbeat_number=self.num_heartbeats, beginnings=self.beginnings,
-        )  # fmt: skip
-        beat = pb.HeartbeatRequest(model=self.model, server_id=self.server_id, state=pb.SERVER_STATE_READY, load=load)
-        stub: Any = self.control.stub
-        await stub.Heartbeat(beat, timeout=_PATIENCE_S)
 
 
 if __name__ == "__main__":

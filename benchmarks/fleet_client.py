@@ -1,66 +1,112 @@
-"""A client service of a simulated fleet: it plans sessions, and places them again when servers die.
+"""A client service of a simulated fleet: it opens sessions, and opens them again when servers die.
 
-    python -m benchmarks.fleet_client ROUTER MODEL FINGERPRINT NUM_BLOCKS NUM_SESSIONS
+    python -m benchmarks.fleet_client ROUTER MODEL NUM_SESSIONS
 
-It prints a line once its sessions are placed. It reads the ids of dead servers as JSON from one line. It prints as JSON
-when all of its sessions had other servers, by the wall clock, and the longest time that its event loop stood still.
+It reads the ids of the servers that will die as JSON from one line, and prints a line once its sessions are open. It
+prints as JSON when all sessions of these servers were open on others, by the wall clock, how many these were, and the
+longest time that its event loop stood still.
 """
 
 import asyncio
 import json
+import secrets
 import sys
 import time
+from contextlib import AsyncExitStack
 from typing import Final
 
+from benchmarks.fleet_servers import NUM_BLOCKS, Server
 from corolla.chain.control import ControlPlane
+from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
+from corolla.chain.recovery_budget import RecoveryReport
+from corolla.chain.reservations import ChainLimits, OpenOptions
 from corolla.chain.routes import Routes
-from corolla.v1 import common_pb2
+from corolla.chain.session import ChainSession, ChainSessions
+from corolla.chain.streams import DataPlane
+from corolla.chassis.tasks import TaskGroup
+from corolla.decoding.parameters import SampledToken, SamplingParams
+from corolla.decoding.sampler_record import SamplerRecord
+from corolla.wire.page_hashes import TextDigests
 
 _SESSION_TOKENS: Final = 256
-_PATIENCE_S: Final = 60.0
+_OPENS_AT_ONCE: Final = 32
+_LIMITS: Final = ChainLimits(prefill_chunk_tokens=64, step_timeout_s=600.0, lease_ms=600_000)
 _TICK_S: Final = 0.002
 
 
-async def main(router: str, model: str, fingerprint: str, num_blocks: int, num_sessions: int) -> None:
+class _Unread:
+    """The reader of an answer without tokens."""
+
+    def read(self, token: SampledToken) -> bool:
+        raise AssertionError(f"nobody chooses tokens, and {token} came")
+
+
+class _Sessions:
+    """The sessions of one client service, which wait for the first tokens of their answers."""
+
+    def __init__(self, sessions: ChainSessions, dead: frozenset[str]) -> None:
+        self._sessions = sessions
+        self._dead = dead
+        self._opening = asyncio.Semaphore(_OPENS_AT_ONCE)
+        self._open: dict[bytes, ChainSession] = {}
+        self._lost: set[bytes] = set()
+        self.are_open_again = asyncio.Event()
+
+    async def hold(self, is_open: asyncio.Event) -> None:
+        """Opens a session, and waits for ever for its first token."""
+        identity = SessionIdentity(secrets.token_bytes(16), 1, "")
+        sampler = SamplerRecord(SamplingParams(), 0, [1], max_new_tokens=_SESSION_TOKENS - 1)
+        options = OpenOptions(max_tokens=_SESSION_TOKENS, transient=True, standby="off", texts=[TextDigests([1])])
+
+        def note(_report: RecoveryReport) -> None:
+            if not self._uses_dead(self._open[identity.session_id]):
+                self._lost.discard(identity.session_id)
+                if not self._lost:
+                    self.are_open_again.set()
+
+        async with AsyncExitStack() as stack:
+            async with self._opening:
+                session = await stack.enter_async_context(self._sessions.open(identity, options, sampler, note))
+            self._open[identity.session_id] = session
+            is_open.set()
+            await session.prefill([1], _Unread())
+
+    def _uses_dead(self, session: ChainSession) -> bool:
+        return any(hop.server_id in self._dead for hop in session.chain.hops)
+
+    def expect_deaths(self) -> int:
+        """Notes which sessions will have to be opened again, and returns how many."""
+        self._lost = {session_id for session_id, each in self._open.items() if self._uses_dead(each)}
+        return len(self._lost)
+
+
+async def main(router: str, model: str, num_sessions: int) -> None:
     control = ControlPlane(router, model)
     watch = PlacementWatch(control)
     watching = asyncio.create_task(watch.run())
-    routes = Routes(control, watch, fingerprint, num_blocks)
+    routes = Routes(control, watch, Server.fingerprint, NUM_BLOCKS)
+    plane = DataPlane(Server.fingerprint, TaskGroup())
     while not watch.is_complete:
         await watch.wait_for_update(1.0)
-    chains: list[common_pb2.Chain] = []
-    for _ in range(num_sessions):
-        chains.append(await routes.plan(num_tokens=_SESSION_TOKENS, record_id="", blocks=None))
-        await asyncio.sleep(0)
-    print("placed", flush=True)
     dead = frozenset(json.loads(await asyncio.to_thread(sys.stdin.readline)))
+    sessions = _Sessions(ChainSessions(routes, plane, _LIMITS, TaskGroup()), dead)
+    are_open = [asyncio.Event() for _ in range(num_sessions)]
+    holding = [asyncio.create_task(sessions.hold(each)) for each in are_open]
+    for each in are_open:
+        await each.wait()
+    num_lost = sessions.expect_deaths()
     pulse = _Pulse()
     feeling = asyncio.create_task(pulse.run())
-
-    async def place_again(chain: common_pb2.Chain) -> common_pb2.Chain:
-        known: set[str] = set()
-        while lost := {hop.server_id for hop in chain.hops if hop.server_id in dead}:
-            # A server that is planned may be dead, too: its open fails.
-            known |= lost
-            for server_id in lost:
-                routes.avoid(server_id)
-            chain = await routes.replace_lost(chain, known, num_tokens=_SESSION_TOKENS, patience_s=_PATIENCE_S)
-        return chain
-
-    affected = [chain for chain in chains if any(hop.server_id in dead for hop in chain.hops)]
-    placed = await asyncio.gather(*map(place_again, affected))
+    print("open", flush=True)
+    await sessions.are_open_again.wait()
     ended = time.time()
     # What the deaths cause goes on for a while: reports to the router, and its pushes.
     await asyncio.sleep(2.0)
     feeling.cancel()
-    for chain in placed:
-        if not _is_whole(chain, num_blocks):
-            raise AssertionError("a session is not placed")
-    print(json.dumps({"ended": ended, "num_placed": len(placed), "stall_s": pulse.longest_s}), flush=True)
-    watching.cancel()
-    await routes.close()
-    await control.close()
+    print(json.dumps({"ended": ended, "num_opened": num_lost, "stall_s": pulse.longest_s}), flush=True)
+    for task in (watching, *holding):
+        task.cancel()
 
 
 class _Pulse:
@@ -77,11 +123,5 @@ class _Pulse:
             self.longest_s = max(self.longest_s, clock() - before - _TICK_S)
 
 
-def _is_whole(chain: common_pb2.Chain, num_blocks: int) -> bool:
-    ends = [0, *(hop.span.end for hop in chain.hops)]
-    return ends[-1] == num_blocks and all(hop.span.start == end for hop, end in zip(chain.hops, ends, strict=False))
-
-
 if __name__ == "__main__":
-    router, model, fingerprint, num_blocks, num_sessions = sys.argv[1:]
-    asyncio.run(main(router, model, fingerprint, int(num_blocks), int(num_sessions)))
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
