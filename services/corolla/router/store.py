@@ -132,8 +132,8 @@ def key_prefix(model: str) -> str:
 def _cancellable() -> Iterator[None]:
     """Raises a cancellation that redis-py has lost: before Python 3.12, its `asyncio.wait_for` may do so.
 
-    A cancellation that nobody asked for is a lost connection: redis-py raises one where a connection by TLS ends while
-    a call on it times out.
+    Where the task itself was not cancelled, the connection was lost: redis-py raises a cancellation, too, where a
+    connection by TLS ends while a call on it times out.
     """
     task = asyncio.current_task()
     num_cancels = task.cancelling() if task else 0
