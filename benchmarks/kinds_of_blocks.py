@@ -109,9 +109,10 @@ def _long_ratios(runner: SpanRunner, num_tokens: int, num_steps: int) -> Iterato
         runner.forward([RowWork(cache, 0, 1)], hidden, _SPAN)
         cache.prepare(1, length - 1)
         cache.commit(length)
-    for layer in range(len(_SPAN)):
-        for numbers in runner.store.layer(layer):
-            numbers.normal_()
+    with torch.inference_mode():
+        for layer in range(len(_SPAN)):
+            for numbers in runner.store.layer(layer):
+                numbers.normal_()
     for step in range(num_steps):
         seconds = [0.0, 0.0]
         for which in (0, 1) if step % 2 else (1, 0):
