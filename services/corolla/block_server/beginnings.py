@@ -1,6 +1,7 @@
 """The newest beginnings of texts that client services named and this server holds, for its heartbeats. Pure."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,25 +20,31 @@ MOST_NAMED: Final = 4
 
 @dataclass(eq=False, repr=False)
 class AnnouncedBeginnings:
-    """Maps the digests of beginnings to their last pages, the newest last.
+    """Maps the digests of beginnings to their numbers and last pages. A new beginning gets the next number.
 
     Args:
         holds: whether the server still has a page.
     """
 
     holds: Callable[[PrefixKey], bool]
-    _last_pages: dict[int, PrefixKey] = field(init=False, default_factory=dict)
+    # In order of use, least recently used first.
+    _noted: dict[int, tuple[int, PrefixKey]] = field(init=False, default_factory=dict)
+    _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
 
     def note(self, digest: int, last_page: PrefixKey) -> None:
-        """Notes a beginning. One that is noted again keeps its place, so that what is new comes first."""
-        self._last_pages.setdefault(digest, last_page)
-        if len(self._last_pages) > MOST_ANNOUNCED:
-            del self._last_pages[next(iter(self._last_pages))]
+        """Notes a beginning. A known one keeps its number, and the one that was noted longest ago is dropped first.
+
+        For example, a system prompt that every second text begins with stays, however many texts have ended since.
+        """
+        known = self._noted.pop(digest, None)
+        self._noted[digest] = (next(self._numbers) if known is None else known[0], last_page)
+        if len(self._noted) > MOST_ANNOUNCED:
+            del self._noted[next(iter(self._noted))]
 
     def newest_first(self) -> bytes:
         """Returns the digests of those whose pages have not been evicted, and forgets the others."""
-        self._last_pages = {digest: page for digest, page in self._last_pages.items() if self.holds(page)}
-        return pack(reversed(self._last_pages))
+        self._noted = {digest: noted for digest, noted in self._noted.items() if self.holds(noted[1])}
+        return pack(sorted(self._noted, key=lambda digest: -self._noted[digest][0]))
 
 
 def named_in(holds: pb.Holds, sender: Workload | None) -> Sequence[pb.Beginning]:

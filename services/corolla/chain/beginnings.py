@@ -16,21 +16,26 @@ from corolla.wire.page_hashes import HASH_BYTES, TextDigests
 
 STRIDE_TOKENS: Final = 64
 """The tokens between two beginnings of one text that are remembered."""
-MOST_BEGINNINGS: Final = 1 << 15
+_MOST_OWN: Final = 1 << 15
+_MOST_HEARD: Final = 1 << 16
+"""A thousand servers announce no more than that together."""
 _MOST_SERVERS: Final = 32
 """The most servers that are remembered for one beginning; those that came to hold it last count."""
 
 
 class Beginnings:
-    """Maps beginnings to the servers that were last known to hold them, and drops the beginnings of the oldest texts.
+    """Maps beginnings to the servers that were last known to hold them.
+
+    What servers announce is kept apart from what this process sent: a router's first push announces much at once, and
+    takes no place of the process's own texts.
 
     Args:
-        most: the greatest number of beginnings.
+        most: the greatest number of beginnings of the process's own texts.
+        most_heard: the greatest number of those that servers announce.
     """
 
-    def __init__(self, most: int = MOST_BEGINNINGS) -> None:
-        self._most = most
-        self._servers: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+    def __init__(self, most: int = _MOST_OWN, most_heard: int = _MOST_HEARD) -> None:
+        self._own, self._heard = _Holders(most), _Holders(most_heard)
 
     def remember(self, text: TextDigests, salt: bytes, server_ids: Iterable[str]) -> None:
         """Notes that servers hold a text.
@@ -39,28 +44,43 @@ class Beginnings:
             salt: texts with other salts never meet: it stands for the tenant and for what else pages depend on.
         """
         # The first beginnings of a text are dropped last.
-        self._note(reversed(_digests(text, salt)), tuple(server_ids))
+        self._own.note(reversed(_digests(text, salt)), tuple(server_ids))
 
     def hear(self, server_id: str, announced: bytes) -> None:
         """Notes the beginnings that a server announces, the newest first."""
-        self._note(reversed(unpack(announced)), (server_id,))
+        self._heard.note(reversed(unpack(announced)), (server_id,))
 
     def held(self, text: TextDigests, salt: bytes) -> Mapping[str, int]:
         """Returns how many of a text's first tokens servers may still hold, by server id."""
         held: dict[str, int] = {}
         digests = _digests(text, salt)
         for count in range(len(digests), 0, -1):
-            for server_id in self._servers.get(digests[count - 1], ()):
-                held.setdefault(server_id, count * STRIDE_TOKENS)
+            for holders in (self._own, self._heard):
+                for server_id in holders.of(digests[count - 1]):
+                    held.setdefault(server_id, count * STRIDE_TOKENS)
             if len(held) >= _MOST_SERVERS:
                 break
         return held
 
-    def _note(self, digests: Iterable[int], newest: tuple[str, ...]) -> None:
+
+class _Holders:
+    """The servers that hold beginnings; those of the beginnings that were noted longest ago are dropped."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._servers: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+
+    def of(self, digest: int) -> tuple[str, ...]:
+        return self._servers.get(digest, ())
+
+    def note(self, digests: Iterable[int], newest: tuple[str, ...]) -> None:
+        newest = newest[:_MOST_SERVERS]
         for digest in digests:
-            before = self._servers.pop(digest, ())
-            new = [each for each in newest if each not in before]
-            self._servers[digest] = (*new, *before)[:_MOST_SERVERS] if new else before
+            before = self._servers.setdefault(digest, newest)
+            if before is not newest:
+                self._servers.move_to_end(digest)
+                new = [each for each in newest if each not in before]
+                self._servers[digest] = (*new, *before)[:_MOST_SERVERS] if new else before
         while len(self._servers) > self._most:
             self._servers.popitem(last=False)
 

@@ -314,9 +314,11 @@ def test_heartbeats_announce_the_newest_beginnings_that_are_there() -> None:
 
 def test_few_beginnings_are_announced_the_newest_first() -> None:
     announced = AnnouncedBeginnings(lambda page: True)
-    for digest in (*range(100), 50):
+    for digest in range(100):
         announced.note(digest, PrefixKey(b"t", HASHES[0], 0))
-    assert announced.newest_first() == pack(range(99, 99 - MOST_ANNOUNCED, -1))
+        announced.note(0, PrefixKey(b"t", HASHES[0], 0))
+        assert unpack(announced.newest_first())[-1] == 0, "it is in use, and what is new comes before it"
+    assert announced.newest_first() == pack([*range(99, 100 - MOST_ANNOUNCED, -1), 0])
 
 
 def test_only_client_services_name_beginnings_and_few_at_a_time() -> None:

@@ -62,3 +62,15 @@ def test_what_a_server_announces_is_found_by_who_has_the_text_and_the_salt() -> 
         assert held.get("a", 0) == num_held * STRIDE_TOKENS
     assert beginnings.held(text, b"salt")["b"] == 3 * STRIDE_TOKENS
     assert beginnings.held(text, b"other") == beginnings.held(text_of(8, 1), b"salt") == {}
+
+
+def test_what_servers_announce_takes_no_place_of_the_texts_of_this_process() -> None:
+    beginnings, text, other = Beginnings(most=8, most_heard=8), text_of(8), text_of(2, 1)
+    beginnings.remember(text, b"", ["a"])
+    for number in range(99):
+        beginnings.hear(f"s{number}", pack([2 * number, 2 * number + 1]))
+    assert beginnings.held(text, b"") == {"a": 8 * STRIDE_TOKENS}
+    beginnings.hear("b", pack(each.digest for each in named_beginnings(text, b"", [5 * STRIDE_TOKENS])))
+    beginnings.hear("b", pack(each.digest for each in named_beginnings(other, b"", [2 * STRIDE_TOKENS])))
+    assert beginnings.held(text, b"") == {"a": 8 * STRIDE_TOKENS, "b": 5 * STRIDE_TOKENS}
+    assert beginnings.held(other, b"") == {"b": 2 * STRIDE_TOKENS}
