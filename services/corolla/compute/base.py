@@ -77,10 +77,13 @@ class Blocks(ABC):
     Attributes:
         name: see `KernelChoices.blocks`.
         adapter_product: see `KernelChoices.adapters`.
+        runs_adapters_apart: whether other code runs rows with adapters: then all rows of a step have one, or none has,
+            so that no row's code depends on its neighbours.
     """
 
     name: str
     adapter_product = "torch"
+    runs_adapters_apart = False
 
     def __init__(self, stacks: AdapterStacks, device: torch.device) -> None:
         self._stacks = stacks

@@ -77,7 +77,8 @@ class CompiledBlocks(Blocks):
         super().__init__(stacks, span.layers[0].device)
         self._span = span
         self._modules = FusedBlocks(span, stacks)
-        self._has_mixtures = any(isinstance(layer.mlp, MixtureMlp) for layer in span.layers)
+        # A mixture's own modules add adapters by hooks, which no compiled function calls.
+        self.runs_adapters_apart = any(isinstance(layer.mlp, MixtureMlp) for layer in span.layers)
         self._store = store
         self._dtype = dtype
         self._shapes = [_shape_of(layer, dtype) for layer in span.layers]
@@ -88,10 +89,10 @@ class CompiledBlocks(Blocks):
         self._buffers = _Buffers(dtype, self._shapes)
 
     def adapters(self, rows: Sequence[RowWork]) -> list[SpanAdapter | None] | AdapterBatch | None:
-        """The adapter of each token, or the batch for the hooks of mixtures; see `Blocks.adapters`."""
+        """The adapter of each token, or the batch for modules; see `Blocks.adapters`."""
         if all(row.adapter is None for row in rows):
             return None
-        if self._has_mixtures:
+        if self.runs_adapters_apart:
             return cast(AdapterBatch, super().adapters(rows))
         return [row.adapter for row in rows for _ in range(row.num_tokens)]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
@@ -227,7 +227,19 @@ class SpanRunner:
             (positions,) = copied_numbers([([row.position for row in rows], torch.int64)], device)
             hidden = hidden(positions)
         hidden = to_device(hidden, device, dtype)
-        step, layers = self._packed_step(rows, device), self.span.indices(blocks)
+        have_adapters = [row.adapter is not None for row in rows]
+        if not self.blocks.runs_adapters_apart or len({*have_adapters}) == 1:
+            return self._together(rows, hidden, blocks)
+        lengths = [row.num_tokens for row in rows]
+        given = torch.split(hidden, lengths)
+        outputs = []
+        for which in (have_adapters, [not each for each in have_adapters]):
+            part = self._together(list(compress(rows, which)), torch.cat([*compress(given, which)]), blocks)
+            outputs.append(iter(torch.split(part, [*compress(lengths, which)])))
+        return torch.cat([next(outputs[0 if each else 1]) for each in have_adapters])
+
+    def _together(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
+        step, layers = self._packed_step(rows, hidden.device), self.span.indices(blocks)
         # The hooks of modules read them there.
         self.model.adapters = step.adapters
         if not any(row.takes_prompts for row in rows):

@@ -5,13 +5,10 @@ The family's own modules are the reference for the results, and hold the weights
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor, nn
 
-from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.base import Blocks, PackedStep
 from corolla.compute.reference import FamilyRows
 from corolla.compute.state_parts import Rows, made_part, part_of, scaled
@@ -39,7 +36,7 @@ _SCALES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 class StateBlocks(Blocks):
-    """Runs all rows together, but for those with adapters, which the family's own code runs.
+    """Runs all rows together. If they have adapters, the family's own code runs them.
 
     Args:
         model: the span; `fits` holds for it.
@@ -47,6 +44,7 @@ class StateBlocks(Blocks):
     """
 
     name: Final = "states"
+    runs_adapters_apart = True
 
     def __init__(self, model: SpanModel, stacks: AdapterStacks) -> None:
         super().__init__(stacks, model.device)
@@ -59,31 +57,8 @@ class StateBlocks(Blocks):
 
     def forward(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
         """See `Blocks.forward`. A step without rows runs attention only, for one token."""
-        if all(row.adapter is None for row in step.rows):
-            return self._together(step, hidden, layers)
-        output = torch.empty_like(hidden)
-        ends = list(accumulate(row.num_tokens for row in step.rows))
-        for is_adapted in (True, False):
-            numbers = [number for number, row in enumerate(step.rows) if (row.adapter is not None) is is_adapted]
-            if not numbers:
-                continue
-            rows = [step.rows[number] for number in numbers]
-            places = torch.cat(
-                [torch.arange(ends[number] - step.rows[number].num_tokens, ends[number]) for number in numbers]
-            )
-            new_ends = accumulate(row.num_tokens for row in rows)
-            packed = [
-                PackedRow(row.cache, row.position, end - row.num_tokens, end)
-                for row, end in zip(rows, new_ends, strict=True)
-            ]
-            batch = AttentionBatch(step.batch.store, packed, step.batch.backend)
-            part = PackedStep(rows, step.position_ids[places], step.end, batch)
-            run = self._adapted.forward if is_adapted else self._together
-            output[places] = run(part, hidden[places], layers)
-        return output
-
-    def _together(self, step: PackedStep, hidden: Tensor, layers: Sequence[int]) -> Tensor:
-        self._model.adapters = None  # those of a step belong to the other rows
+        if any(row.adapter is not None for row in step.rows):
+            return self._adapted.forward(step, hidden, layers)
         turns = {kind: table.turn(step.position_ids, step.end, hidden) for kind, table in self._tables.items()}
         rows = Rows.of(step.rows, step.batch, turns)
         for index in layers:

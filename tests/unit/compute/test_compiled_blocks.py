@@ -136,7 +136,20 @@ def test_a_mixture_stands_between_two_calls(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("qwen3_moe", tmp_path)
     runner, modules = runner_of(checkpoint), runner_of(checkpoint, is_compiled=False)
     steps = inputs(runner)
-    assert_close(run(runner, steps), run(modules, steps), torch.float32)
+    base = run(runner, steps)
+    assert_close(base, run(modules, steps), torch.float32)
+    # Modules run rows with adapters, and no others: neither changes what runs the other.
+    make_adapter(tmp_path, tmp_path / "adapter", target_modules=["q_proj", "o_proj"])
+    runner.model.take_adapters()
+    adapter = load_adapter(tmp_path / "adapter", runner.model, NUM_BLOCKS)
+    mixed, alone = run(runner, steps, [None, adapter, None]), run(runner, [[each[1]] for each in steps], [adapter])
+    for counts, output, of_base, of_adapter in zip(STEPS, mixed, base, alone, strict=True):
+        first, own, last = torch.split(output, list(counts))
+        before, without, after = torch.split(of_base, list(counts))
+        assert torch.equal(first, before)
+        assert torch.equal(own, of_adapter)
+        assert torch.equal(last, after)
+        assert not torch.allclose(own, without, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
