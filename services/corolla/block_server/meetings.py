@@ -5,11 +5,13 @@ connect to its address, where they must meet its certificate. The pairs that do 
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from enum import Enum, auto
+from typing import Any, Final
 
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import Peer
@@ -28,9 +30,22 @@ _MOST_ANSWERED: Final = 16
 """So many servers are connected to at a time; further ones get no answer, and do not wait for it."""
 _MAX_ADDRESS_CHARS: Final = 512
 _CONNECT_S: Final = 1.5
-_ANSWER_S: Final = 2.5
+_LOOK_UP_S: Final = 1.0
+_ANSWER_S: Final = _LOOK_UP_S + _CONNECT_S
 AGAIN_S: Final = 2.0
-_LOOK_INTERVAL_S: Final = 10.0
+LOOK_INTERVAL_S: Final = 10.0
+LOOKS_FOR_ALL: Final = 30
+"""The servers that met this one are asked again once in so many looks, which is every five minutes."""
+
+
+class Outcome(Enum):
+    """How a server answered that was asked to meet this one."""
+
+    MET = auto()
+    NOT_MET = auto()
+    SILENT = auto()
+    """It was reached, and said neither in time."""
+    NOT_REACHED = auto()
 
 
 @dataclass(eq=False, repr=False)
@@ -53,57 +68,51 @@ class Meetings:
     placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
     tasks: TaskGroup
     unreachable: tuple[str, ...] = ()
-    _num_answering: int = field(init=False, default=0)
+    _answering: set[Peer] = field(init=False, default_factory=set)
 
     async def meet_all(self) -> None:
-        """Returns once the ready servers were asked, and some reached this one if any of them tried.
+        """Returns once one of the ready servers has met this one, or all that it reaches are silent, or there is none.
 
-        A server that does not answer may be about to leave the placement, so it holds up no other one.
+        If it reaches none, it goes on asking: those that are dead leave the placement when their leases end.
         """
         has_logged = False
         while True:
-            with_answer = await self._ask(await self._ready())
-            if any(with_answer) or not with_answer:
+            outcomes = set(await self._ask(await self._ready() or []))
+            has_failed = Outcome.NOT_MET in outcomes or outcomes == {Outcome.NOT_REACHED}
+            if Outcome.MET in outcomes or not has_failed:
                 return
             if not has_logged:
                 log.warning(
-                    "no other block server reaches this one; open its port for them, or name an address that they "
-                    "reach (COROLLA_ADVERTISED_HOST, or --host of `corolla join`)",
+                    "no other block server reaches this one; open its port for them and theirs for it, or name an "
+                    "address that they reach (COROLLA_ADVERTISED_HOST, or --host of `corolla join`)",
                     extra={"address": self.address},
                 )
             has_logged = True
             await asyncio.sleep(AGAIN_S)
 
     async def run(self) -> None:
-        """Asks again and again those that did not reach this server, for ever."""
-        while True:
-            await asyncio.sleep(_LOOK_INTERVAL_S)
-            if self.unreachable:
-                await self._ask([each for each in await self._ready() if each in self.unreachable])
+        """Asks again and again those that did not reach this server, and now and then all of them, for ever."""
+        for look in itertools.count(1):
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            asks_all = look % LOOKS_FOR_ALL == 0
+            if (asks_all or self.unreachable) and (ready := await self._ready()) is not None:
+                await self._ask([each for each in ready if asks_all or each in self.unreachable])
 
     def answer(self, message: pb.Meet, peer: Peer) -> None:
         """Connects to a server that asks, and tells it whether that worked."""
         if peer.client_id or len(message.address) > _MAX_ADDRESS_CHARS:
             raise MalformedMessage("meet", "must come from a block server, with its address")
-        if self._num_answering >= _MOST_ANSWERED:
+        if peer in self._answering or len(self._answering) >= _MOST_ANSWERED:
             return
+        self._answering.add(peer)
+        self.tasks.start(self._answer(message.address, peer), "meeting")
 
-        def then(_was_answered: bool) -> None:
-            # Otherwise anybody could have this server connect anywhere.
-            if self.neighbours.has_address(message.address):
-                self.tasks.start(self._answer(message.address, peer), "meeting")
-
-        if self.neighbours.has_address(message.address):
-            then(True)
-        else:
-            self.neighbours.look_again(then)
-
-    async def _ready(self) -> list[str]:
-        """The addresses of the other ready servers with these weights; none while no router answers."""
+    async def _ready(self) -> list[str] | None:
+        """The addresses of the other ready servers with these weights; None: no router answers."""
         try:
             servers = await self.placement()
         except CorollaError:
-            return []
+            return None
         ready = sorted(
             each.server.address
             for each in servers
@@ -113,24 +122,30 @@ class Meetings:
         )
         return ready[:: -(-len(ready) // MOST_ASKED)] if ready else []
 
-    async def _ask(self, addresses: Sequence[str]) -> list[bool]:
-        """Asks these servers, and notes those that are not reached. Returns the answers that came."""
-        answers = await asyncio.gather(*map(self._met_by, addresses))
-        self.unreachable = tuple(address for address, met in zip(addresses, answers, strict=True) if not met)
-        return [met for met in answers if met is not None]
+    async def _ask(self, addresses: Sequence[str]) -> list[Outcome]:
+        """Asks these servers, and notes those that did not meet this one."""
+        outcomes = await asyncio.gather(*map(self._met_by, addresses))
+        self.unreachable = tuple(
+            address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is not Outcome.MET
+        )
+        return outcomes
 
-    async def _met_by(self, address: str) -> bool | None:
-        """Whether the server at an address met this one; None: it does not answer."""
-        answer = asyncio.get_running_loop().create_future()
+    async def _met_by(self, address: str) -> Outcome:
+        answer, outcome = asyncio.get_running_loop().create_future(), Outcome.NOT_REACHED
 
         def receive(frame: Frame) -> None:
-            if isinstance(frame.control, pb.Met) and not answer.done():
-                answer.set_result(frame.control.met)
+            nonlocal outcome
+            match frame.control:
+                case pb.Welcome():
+                    outcome = Outcome.SILENT
+                case pb.Met(met=met) if not answer.done():
+                    outcome = Outcome.MET if met else Outcome.NOT_MET
+                    answer.set_result(None)
 
         stream = self._greeted(address, receive)
         stream.send(pb.Meet(address=self.address))
         await _first(answer, stream, _ANSWER_S)
-        return answer.result() if answer.done() else None
+        return outcome
 
     async def _answer(self, address: str, peer: Peer) -> None:
         welcome = asyncio.get_running_loop().create_future()
@@ -139,13 +154,21 @@ class Meetings:
             if isinstance(frame.control, pb.Welcome) and not welcome.done():
                 welcome.set_result(None)
 
-        self._num_answering += 1
         try:
+            if not self.neighbours.has_address(address):
+                looked = asyncio.Event()
+                self.neighbours.look_again(lambda _: looked.set())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_UP_S):
+                        await looked.wait()
+            # Otherwise anybody could have this server connect anywhere.
+            if not self.neighbours.has_address(address):
+                return
             stream = self._greeted(address, receive)
             await _first(welcome, stream, _CONNECT_S)
             peer.send(pb.Met(met=welcome.done() and stream.peer == peer.workload))
         finally:
-            self._num_answering -= 1
+            self._answering.discard(peer)
 
     def _greeted(self, address: str, receive: Receiver) -> Stream:
         stream = self.connect(address, lambda _: receive)
@@ -153,7 +176,7 @@ class Meetings:
         return stream
 
 
-async def _first(answer: "asyncio.Future[bool] | asyncio.Future[None]", stream: Stream, timeout_s: float) -> None:
+async def _first(answer: "asyncio.Future[Any]", stream: Stream, timeout_s: float) -> None:
     """Waits for an answer, the end of the stream or the end of the time, and closes the stream."""
     try:
         with suppress(TimeoutError):

@@ -10,7 +10,7 @@ from corolla.block_server import meetings
 from corolla.block_server.meetings import MOST_ASKED, Meetings
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import Peer
-from corolla.chassis.errors import MalformedMessage
+from corolla.chassis.errors import MalformedMessage, RouterUnavailable
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
@@ -116,18 +116,86 @@ async def test_a_server_that_nobody_reaches_is_not_ready_until_its_port_is_open(
 
 async def test_a_server_that_is_gone_holds_nobody_up_and_the_pair_is_shown(place: Place) -> None:
     place.add("127.0.0.1:1", READY)
-    own = Server(place, JOINING)
+    other, own = Server(place, READY), Server(place, JOINING)
+    await other.open()
     await own.open()
     await own.meetings.meet_all()
     assert own.meetings.unreachable == ("127.0.0.1:1",)
 
 
-async def test_of_very_many_servers_some_are_asked(place: Place) -> None:
+async def test_a_server_that_reaches_none_waits_until_their_leases_have_ended(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meetings, "AGAIN_S", 0.0)
+    place.add("127.0.0.1:1", READY)
+    own = Server(place, JOINING)
+    num_looks = 0
+
+    async def placement() -> Sequence[router_pb2.PlacedServer]:
+        nonlocal num_looks
+        num_looks += 1
+        return place.servers if num_looks <= 3 else []
+
+    own.meetings.placement = placement
+    await own.meetings.meet_all()
+    assert num_looks == 4
+    assert own.meetings.unreachable == ()
+
+
+async def test_of_very_many_servers_some_are_asked(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(1, 200):
         place.add(f"127.0.0.1:{number}", READY)
     own = Server(place, JOINING)
+    monkeypatch.setattr(meetings, "AGAIN_S", 1000.0)
+    meeting = asyncio.create_task(own.meetings.meet_all())
+    async with asyncio.timeout(20):
+        while not own.meetings.unreachable:
+            await asyncio.sleep(0.01)
+    assert len(own.meetings.unreachable) <= MOST_ASKED
+    meeting.cancel()
+
+
+async def test_pairs_stay_known_without_a_router_and_later_losses_are_found(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meetings, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(meetings, "LOOKS_FOR_ALL", 3)
+    other, own = Server(place, READY), Server(place, JOINING)
+    for each in (other, own):
+        await each.open()
     await own.meetings.meet_all()
-    assert 0 < len(own.meetings.unreachable) <= MOST_ASKED
+    await other.listener.close()
+    running = asyncio.create_task(own.meetings.run())
+    async with asyncio.timeout(20):
+        while not own.meetings.unreachable:
+            await asyncio.sleep(0.01)
+    assert own.meetings.unreachable == (other.address,)
+    num_looks = 0
+
+    async def away() -> Sequence[router_pb2.PlacedServer]:
+        nonlocal num_looks
+        num_looks += 1
+        raise RouterUnavailable("away")
+
+    own.meetings.placement = away
+    async with asyncio.timeout(20):
+        while num_looks < 4:
+            await asyncio.sleep(0.01)
+    assert own.meetings.unreachable == (other.address,)
+    running.cancel()
+
+
+async def test_one_peer_has_one_meeting_at_a_time_and_all_have_few(place: Place) -> None:
+    asked = Server(place, READY)
+    streams = [connect(asked.address, lambda _: lambda _frame: None) for _ in range(40)]
+    num_before = len(asyncio.all_tasks())
+    for stream in streams:
+        peer = Peer(b"", stream)
+        for _ in range(10):
+            asked.meetings.answer(pb.Meet(address="127.0.0.1:1"), peer)
+    assert len(asyncio.all_tasks()) - num_before <= 17  # one more looks for the address
+    for stream in streams:
+        stream.abort()
 
 
 async def test_nobody_has_a_server_connect_to_an_address_that_the_placement_does_not_name(place: Place) -> None:
