@@ -13,6 +13,8 @@ from pathlib import Path
 def write_private(path: Path, content: bytes) -> None:
     """Writes a file completely or not at all, readable by its owner only. A symbolic link stays a link.
 
+    What is written outlives a loss of power.
+
     Raises:
         OSError: The file cannot be written; the old content stays, and the new content is deleted.
     """
@@ -22,10 +24,21 @@ def write_private(path: Path, content: bytes) -> None:
         # O_EXCL: in a shared folder, another user's file or link of that name must not receive the content.
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(path)
+        _sync_folder(path.parent)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
