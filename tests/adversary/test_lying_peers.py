@@ -45,6 +45,16 @@ class Model:
         (folder / "whole" / "weights.gguf").write_bytes(self.bytes)
         self.whole = SharedFiles(self.manifest, self.content, folder / "whole")
 
+    def damaged(self, *parts: int) -> SharedFiles:
+        """The file on a machine whose disk has changed these parts."""
+        folder = self._folder / f"without {parts}"
+        folder.mkdir()
+        changed = bytearray(self.bytes)
+        for part in parts:
+            changed[part * PART_BYTES] ^= 1
+        (folder / "weights.gguf").write_bytes(changed)
+        return SharedFiles(self.manifest, self.content, folder)
+
     def lacking(self, fetcher: PartFetcher) -> SharedFiles:
         """The same file on another machine, which has nothing of it."""
         files = SharedFiles(self.manifest, self.content, self._folder / "there", fetcher.get)
@@ -87,9 +97,9 @@ def model(tmp_path: Path) -> Model:
 
 
 @asynccontextmanager
-async def honest_server(model: Model) -> AsyncIterator[PlayedServer]:
+async def honest_server(model: Model, files: SharedFiles | None = None) -> AsyncIterator[PlayedServer]:
     tasks, peers = TaskGroup(), dict[Stream, Peer]()
-    sender = PartSender(model.whole, model.digest, tasks, lambda: False)
+    sender = PartSender(files or model.whole, model.digest, tasks, lambda: False)
 
     def answer(stream: Stream, fetch: pb.Fetch) -> None:
         sender.ask(fetch, peers.setdefault(stream, Peer(b"", stream)))
@@ -99,7 +109,9 @@ async def honest_server(model: Model) -> AsyncIterator[PlayedServer]:
     await tasks.close()
 
 
-def fetcher_of(model: Model, *rounds: Sequence[PlayedServer], part_timeout_s: float = 30.0) -> PartFetcher:
+def fetcher_of(
+    model: Model, *rounds: Sequence[PlayedServer], part_timeout_s: float = 30.0, notice_s: float = 5.0
+) -> PartFetcher:
     """A fetcher that finds these servers the first time that it asks, the next ones the second time, and so on."""
     left = list(rounds)
 
@@ -112,7 +124,9 @@ def fetcher_of(model: Model, *rounds: Sequence[PlayedServer], part_timeout_s: fl
             for each in found
         ]
 
-    return PartFetcher(model.digest, find_peers, connect, part_timeout_s=part_timeout_s, retry_s=0.01)
+    return PartFetcher(
+        model.digest, find_peers, connect, part_timeout_s=part_timeout_s, retry_s=0.01, notice_s=notice_s
+    )
 
 
 def wrong_bytes(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
@@ -205,6 +219,32 @@ async def test_what_a_server_sent_before_it_died_is_not_sent_again(model: Model)
         await asyncio.to_thread(files.fetch, [(files.path, 0, len(model.bytes))])
         assert files.path.read_bytes() == model.bytes
         assert honest.num_asked == NUM_PARTS - 2
+
+
+async def test_each_of_two_servers_sends_what_the_other_one_lacks(model: Model) -> None:
+    """A machine that joined has only its own span, and one with a bad disk lacks what is damaged; neither has lied."""
+    async with (
+        honest_server(model, model.damaged(0, 1)) as one,
+        honest_server(model, model.damaged(2, 3)) as other,
+    ):
+        fetcher = fetcher_of(model, [one, other])
+        files = await asyncio.to_thread(model.lacking, fetcher)
+        await asyncio.to_thread(files.fetch, [(files.path, 0, len(model.bytes))])
+        assert files.path.read_bytes() == model.bytes
+        assert one.num_streams == other.num_streams
+        assert one.num_asked <= NUM_PARTS * one.num_streams
+
+
+async def test_the_log_names_the_servers_that_send_nothing(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    async with PlayedServer(partial(lacks_it, model)) as server:
+        fetcher = fetcher_of(model, [server], notice_s=0.0)
+        waiting = asyncio.ensure_future(asyncio.to_thread(fetcher.manifest))
+        await until(lambda: server.num_streams > 2)
+        fetcher.stop()
+        with pytest.raises(StartupError):
+            await waiting
+    (line,) = [each for each in caplog.messages if "waiting" in each]
+    assert server.address in line
 
 
 async def test_the_manifest_comes_from_a_server_that_has_the_one_that_was_named(model: Model) -> None:

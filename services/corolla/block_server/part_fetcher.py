@@ -1,7 +1,7 @@
 """Fetches parts of the model's files from other block servers, from several at a time.
 
 Nothing that they send is believed before its checksum was compared. A server that sends something else is not asked
-again. One that is lost, or lacks what is wanted, is left, and the others send the rest.
+again. A server may lack parts, since a machine that joined has those of its own span: others are asked for these.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _MOST_PEERS: Final = 4
 _MOST_FRAME_BYTES: Final = PART_BYTES + (64 << 10)
+_MOST_ABSENT: Final = 64
+"""A server that lacks so many parts in a row has hardly any of those wanted, and others are found."""
 
 _Result = TypeVar("_Result")
 FindPeers = Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
@@ -41,6 +43,7 @@ class PartFetcher:
         connect: begins streams to them.
         part_timeout_s: a server that computes sends slowly; one that sends nothing for so long is left.
         retry_s: how long nothing is tried after all servers have failed.
+        notice_s: how long nothing may come before the log says why.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class PartFetcher:
         *,
         part_timeout_s: float = 30.0,
         retry_s: float = 0.5,
+        notice_s: float = 5.0,
     ) -> None:
         self._part_timeout_s = part_timeout_s
         self._retry_s = retry_s
+        self._notice_s = notice_s
         self._digest = digest
         self._find_peers = find_peers
         self._connect = connect
@@ -61,7 +66,8 @@ class PartFetcher:
         self._running: set[Future[Any]] = set()
         self._is_stopped = False
         self._liars: set[str] = set()
-        self._is_waiting = False
+        self._waits_since_s: float | None = None
+        self._has_said_why = False
         self._num_missing_bytes = self._num_fetched_bytes = 0
         self._began_s = 0.0
 
@@ -74,7 +80,7 @@ class PartFetcher:
 
     def get(self, files: SharedFiles, numbers: Sequence[PartNumber]) -> None:
         """Gets these parts, however long that takes. Raises StartupError if this process ends meanwhile."""
-        self._wait_for(self._get(files, deque(numbers)))
+        self._wait_for(self._get(files, set(numbers)))
 
     def manifest(self) -> bytes:
         """Gets the manifest itself. Raises as `get` does."""
@@ -98,12 +104,15 @@ class PartFetcher:
         finally:
             self._running.discard(future)
 
-    async def _get(self, files: SharedFiles, wanted: deque[PartNumber]) -> None:
+    async def _get(self, files: SharedFiles, wanted: set[PartNumber]) -> None:
         self._num_missing_bytes, self._num_fetched_bytes = len(wanted) * PART_BYTES, 0
         self._began_s = self._loop.time()
         while wanted:
-            num_wanted = len(wanted)
+            num_wanted, in_order = len(wanted), sorted(wanted)
             links = await self._links()
+            for number, link in enumerate(links):
+                first = number * num_wanted // len(links)
+                link.untried.extend(in_order[first:] + in_order[:first])
             try:
                 workers = (self._take_parts(link, files, wanted) for link in links for _ in range(MOST_ASKED))
                 await asyncio.gather(*workers)
@@ -111,11 +120,13 @@ class PartFetcher:
                 for link in links:
                     link.stream.close()
             if len(wanted) == num_wanted:
-                await asyncio.sleep(self._retry_s)
+                await self._pause(_nothing_from(links))
+            else:
+                self._waits_since_s = None
 
-    async def _take_parts(self, link: "_Link", files: SharedFiles, wanted: deque[PartNumber]) -> None:
-        while wanted and not link.is_over:
-            number, is_taken = wanted.popleft(), False
+    async def _take_parts(self, link: "_Link", files: SharedFiles, wanted: set[PartNumber]) -> None:
+        while (number := link.next_of(wanted)) is not None:
+            is_taken = False
             try:
                 content = await link.ask(number)
                 if content is not None:
@@ -127,30 +138,33 @@ class PartFetcher:
                         self._leave_liar(link)
             finally:
                 if not is_taken:
-                    wanted.append(number)
+                    wanted.add(number)
 
     async def _get_manifest(self) -> bytes:
         while True:
             links = await self._links()
             try:
                 for link in links:
-                    content = await self._manifest_from(link)
+                    if (content := await self._manifest_from(link)) is None:
+                        continue
                     digest = await asyncio.to_thread(hashlib.sha256, content)
                     if digest.digest() == self._digest:
+                        self._waits_since_s = None
                         return content
-                    if not link.is_over:
-                        self._leave_liar(link)
+                    self._leave_liar(link)
             finally:
                 for link in links:
                     link.stream.close()
-            await asyncio.sleep(self._retry_s)
+            await self._pause(_nothing_from(links))
 
-    async def _manifest_from(self, link: "_Link") -> bytes:
+    async def _manifest_from(self, link: "_Link") -> bytes | None:
         content = bytearray()
         while len(content) < MOST_MANIFEST_BYTES:
             part = await link.ask(PartNumber(MANIFEST, len(content) // PART_BYTES))
-            content += part or b""
-            if part is None or len(part) < PART_BYTES:
+            if part is None:
+                return None
+            content += part
+            if len(part) < PART_BYTES:
                 break
         return bytes(content)
 
@@ -161,26 +175,38 @@ class PartFetcher:
                 placed = await self._find_peers()
             except CorollaError:
                 placed = ()
-            peers = [
-                each.server
-                for each in placed
-                if each.state != router_pb2.SERVER_STATE_JOINING and each.server.address not in self._liars
-            ]
+            serving = [each.server for each in placed if each.state != router_pb2.SERVER_STATE_JOINING]
+            peers = [each for each in serving if each.address not in self._liars]
             if peers:
-                self._is_waiting = False
                 chosen = random.sample(peers, min(_MOST_PEERS, len(peers)))  # spreads the work, and guards nothing
                 return [
                     _Link(self._connect, each, self._digest, self._part_timeout_s, self._leave_liar) for each in chosen
                 ]
-            if not self._is_waiting:
-                log.warning("waiting for a block server that has the model's files")
-                self._is_waiting = True
-            await asyncio.sleep(self._retry_s)
+            await self._pause(
+                "all that serve sent wrong bytes; look into their logs, then start this machine again"
+                if serving
+                else "none serves yet"
+            )
+
+    async def _pause(self, reason: str) -> None:
+        """Waits after a try that brought nothing, and logs the reason if that has lasted."""
+        now_s = self._loop.time()
+        if self._waits_since_s is None:
+            self._waits_since_s, self._has_said_why = now_s, False
+        if not self._has_said_why and now_s - self._waits_since_s >= self._notice_s:
+            log.warning("waiting for a block server that has the model's files: %s", reason)
+            self._has_said_why = True
+        await asyncio.sleep(self._retry_s)
 
     def _leave_liar(self, link: "_Link") -> None:
         log.error("a block server sent other bytes than the manifest says", extra={"address": link.address})
         self._liars.add(link.address)
         link.fail()
+
+
+def _nothing_from(links: "Sequence[_Link]") -> str:
+    addresses = ", ".join(link.address for link in links)
+    return f"none of {addresses} sends any; is the port of the other machine open to this one?"
 
 
 class _Link:
@@ -192,6 +218,7 @@ class _Link:
 
     Attributes:
         is_over: nothing more is asked for here.
+        untried: the parts that may be asked for here, each of them once.
     """
 
     def __init__(
@@ -204,6 +231,8 @@ class _Link:
     ) -> None:
         self.address = server.address
         self.is_over = False
+        self.untried: deque[PartNumber] = deque()
+        self._num_absent = 0
         self._digest = digest
         self._timeout_s = timeout_s
         self._on_lie = on_lie
@@ -213,6 +242,15 @@ class _Link:
         )
         self.stream.ended.add_done_callback(self._on_ended)
         self.stream.send(pb.Hello(fingerprint=server.fingerprint))
+
+    def next_of(self, wanted: set[PartNumber]) -> PartNumber | None:
+        """Takes a part out of those wanted that was not asked for here; None: there is none, or the link is over."""
+        while self.untried and not self.is_over:
+            number = self.untried.popleft()
+            if number in wanted:
+                wanted.remove(number)
+                return number
+        return None
 
     async def ask(self, number: PartNumber) -> Buffer | None:
         """The bytes of a part, which nothing has checked. None: the server lacks it, is lost or silent."""
@@ -225,10 +263,21 @@ class _Link:
             async with asyncio.timeout(self._timeout_s):
                 content = await answer
         except TimeoutError:
-            content = None
-        if content is None:
             self.fail()
+            return None
+        if content is not None:
+            self._num_absent = 0
+        elif not self.is_over:
+            self._lacks_one()
         return content
+
+    def _lacks_one(self) -> None:
+        self._num_absent += 1
+        if self._num_absent >= _MOST_ABSENT:
+            self.untried.clear()
+        elif self.untried:
+            # A server lacks whole runs of parts.
+            self.untried.rotate(random.randrange(len(self.untried)))
 
     def fail(self) -> None:
         """Ends the stream, and what is asked for. What still arrives does not count, since it may only be late."""

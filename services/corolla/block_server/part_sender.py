@@ -72,5 +72,5 @@ class PartSender:
     async def _send(self, number: PartNumber, peer: Peer) -> None:
         content = await asyncio.to_thread(self._files.read, number)
         peer.send(pb.Part(file=number.file, part=number.part, is_absent=content is None), content or b"")
-        if self._is_computing():
+        if content is not None and self._is_computing():
             await asyncio.sleep(_PAUSE_S)

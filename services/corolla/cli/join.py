@@ -207,10 +207,11 @@ def _prepare(
     Raises:
         StartupError: The sentence says what to change.
     """
+    # The model's files may come from servers that only the router knows.
+    placement = _placement(stack, membership.folder, view)
     facts = servers.model_facts(options.device or EITHER)
     server_options = replace(server_options, device=facts.device)
     servers.plan(server_options, facts, options.blocks, options.capacity_blocks, options.port)
-    placement = _placement(stack, membership.folder, view)
     capacity = checked_capacity(facts, server_options, options.blocks, options.capacity_blocks)
     check_weights(facts, placement)
     for address in servers.addresses:
@@ -278,10 +279,11 @@ def checked_capacity(facts: ModelFacts, options: StackOptions, blocks: str, capa
         )
     share = least / facts.num_blocks
     if facts.disk_bytes < facts.missing_bytes * share:
+        variable = "COROLLA_CACHE" if "COROLLA_MANIFEST" in options.environment else "HF_HOME"
         raise StartupError(
             f"{facts.disk} has {facts.disk_bytes / _GIB:.1f} GiB free, and the weights of {least} of "
             f"{facts.num_blocks} blocks take {facts.missing_bytes * share / _GIB:.1f} GiB; make room there, or name "
-            "another folder by HF_HOME"
+            f"another folder by {variable}"
         )
     return most if options.is_on_cpu or blocks != "auto" else 0
 
@@ -301,7 +303,7 @@ def machine_facts(
         "model": f"{facts.name}, {facts.num_blocks} blocks of {facts.block_bytes / _GIB:.3f} GiB "
         f"in {options.dtype_name}",
         "holds": f"up to {capacity} blocks" if capacity else "as many blocks as fit into the GPU",
-        "fetches": f"{facts.missing_bytes / _GIB:.2f} GiB of weights to {facts.disk}, less what it does not hold"
+        "fetches": f"at most {facts.missing_bytes / _GIB:.2f} GiB of weights to {facts.disk}"
         if facts.missing_bytes
         else "nothing; the weights are here",
         "stack": f"{len(placement.servers)} block servers; without one: {', '.join(uncovered) or 'no block'}",

@@ -60,7 +60,9 @@ class JoinedServers:
         self._fork_server.warm(processes.MODULES_OF_FETCH)
         arguments = [options.model, kind, "", options.dtype_name, options.quantization]
         self._fork_server.start(model_fetch.NAME, model_fetch.__name__, arguments, self._environment, log.path)
-        facts = model_fetch.facts_of(self._fork_server, log, lambda: None)
+        facts = model_fetch.facts_of(
+            self._fork_server, log, lambda: None, lambda text: self._report(StackEvent("problem", "model", text))
+        )
         if facts is None:
             raise StartupError(with_log("the model could not be opened", log))
         return facts

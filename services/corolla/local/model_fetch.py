@@ -8,6 +8,7 @@ result to standard output as a line of JSON.
 """
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -71,11 +72,17 @@ class ModelFacts:
     manifest: str = ""
 
 
-def facts_of(fork_server: ForkServer, log: LogFile, while_waiting: Callable[[], None]) -> ModelFacts | None:
+def facts_of(
+    fork_server: ForkServer,
+    log: LogFile,
+    while_waiting: Callable[[], None],
+    on_warning: Callable[[str], None] = lambda text: None,
+) -> ModelFacts | None:
     """Waits for what the child `NAME` says; None: it ended without a word.
 
     Args:
         while_waiting: is called again and again; what it raises ends the wait.
+        on_warning: is called with what the child says while it waits for other machines.
 
     Raises:
         StartupError: the model cannot be found, opened or fetched.
@@ -85,9 +92,13 @@ def facts_of(fork_server: ForkServer, log: LogFile, while_waiting: Callable[[], 
         for line in log.new_lines():
             if line.startswith('{"event"'):
                 facts = json.loads(line)
-                if facts.pop("event") == "failed":
-                    raise StartupError(facts["message"])
-                return ModelFacts(**facts)
+                match facts.pop("event"):
+                    case "failed":
+                        raise StartupError(facts["message"])
+                    case "warning":
+                        on_warning(facts["message"])
+                    case _:
+                        return ModelFacts(**facts)
         if is_last:
             return None
         while_waiting()
@@ -95,7 +106,7 @@ def facts_of(fork_server: ForkServer, log: LogFile, while_waiting: Callable[[], 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Finds the model, and writes the event `prepared` or `failed`.
+    """Finds the model, and writes the event `prepared` or `failed`, and events `warning` before.
 
     Args:
         arguments: the model's name or folder; then, if devices are to be counted, their kind, or else nothing; then,
@@ -144,8 +155,11 @@ def _shared_files(model: str) -> "Iterator[SharedFiles | None]":
     if not manifest or Path(model) != Path(manifest).with_suffix(""):
         yield None
         return
+    from corolla.block_server import part_fetcher
     from corolla.block_server.model_files import ModelFiles
     from corolla.wire.network import Network
+
+    part_fetcher.log.addHandler(_Warnings(logging.WARNING))
 
     os.environ.setdefault(*TLS_1_3_ONLY)
     tls_dir = os.environ.get("COROLLA_TLS_DIR")
@@ -216,6 +230,13 @@ def _devices(kind: str) -> list[tuple[str, int]]:
     names = [kind] if ":" in kind else [f"{'cuda' if kind == EITHER else kind}:{index}" for index in range(number)]
     devices = list(map(torch.device, names))
     return [(device_name(each), memory.num_free if (memory := memory_of(each)) is not None else 0) for each in devices]
+
+
+class _Warnings(logging.Handler):
+    """Writes what is logged as events `warning`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _tell("warning", message=record.getMessage())
 
 
 def _tell(event: str, **facts: Any) -> None:

@@ -28,7 +28,7 @@ from corolla.models.families import (
     stretched_lengths,
     why_unsupported,
 )
-from corolla.models.gguf.description import with_queries
+from corolla.models.gguf.description import FACTORS, with_queries
 from corolla.models.gguf.folder import settings_folder
 from corolla.models.gguf.header import is_gguf, part_names
 from corolla.models.gguf.header import read_header as read_header_of_gguf
@@ -223,6 +223,9 @@ class Checkpoint:
     @classmethod
     def _of_gguf(cls, path: Path, shared: SharedFiles | None) -> "Checkpoint":
         header = with_queries(read_header_of_gguf(path))
+        if shared is not None:
+            read = [tensor for name, tensor in header.tensors.items() if name in FACTORS]
+            shared.fetch((tensor.path, tensor.offset, tensor.num_bytes) for tensor in read)
         folder = settings_folder(header)
         config, _, _ = _read_config(folder)
         setattr(config, GGUF_FILE, str(path))

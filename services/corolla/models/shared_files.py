@@ -46,6 +46,7 @@ class SharedFiles:
         self._get = get
         # Each file has a byte for each part: 1 if this process has found the part sound, or written it.
         self._sound = [bytearray(file.num_parts) for file in manifest.files]
+        self._changed: set[int] = set()
         self._numbers = {folder / file.name: number for number, file in enumerate(manifest.files, 1)}
 
     @property
@@ -55,7 +56,7 @@ class SharedFiles:
 
     @property
     def num_missing_bytes(self) -> int:
-        """About how many bytes of the files are not here: the disk has no blocks for them."""
+        """At most so many bytes of the files are not here: the disk has no blocks for them, or has compressed them."""
         stored = ((self._folder / file.name).stat().st_blocks * _DISK_BLOCK_BYTES for file in self.manifest.files)
         return sum(max(0, file.num_bytes - held) for file, held in zip(self.manifest.files, stored, strict=True))
 
@@ -66,7 +67,7 @@ class SharedFiles:
         return number.file <= len(self.manifest.files) and number.part < self._file(number).num_parts
 
     def read(self, number: PartNumber) -> bytes | None:
-        """The bytes of a part for another machine, which checks them; None: this machine lacks it."""
+        """The bytes of a part for another machine; None: this machine lacks it, or its file has changed."""
         start = number.part * PART_BYTES
         if number.file == MANIFEST:
             return self._content[start : start + PART_BYTES]
@@ -74,9 +75,18 @@ class SharedFiles:
             return None
         try:
             with self._path(number).open("rb", buffering=0) as file:
-                return os.pread(file.fileno(), PART_BYTES, start)
+                content = os.pread(file.fileno(), PART_BYTES, start)
         except OSError:
             return None
+        if self._file(number).matches(number.part, content):
+            return content
+        if number.file not in self._changed:
+            self._changed.add(number.file)
+            log.error(
+                "a file differs from the manifest of the model's files, so other machines do not get these parts",
+                extra={"path": str(self._path(number))},
+            )
+        return None
 
     def take(self, number: PartNumber, content: Buffer) -> bool:
         """Writes a part that another machine sent. Returns False, and writes nothing, if it is not what it should be.

@@ -16,6 +16,7 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.frames import Frame
 from corolla.wire.stream import Receiver, Stream, StreamListener, connect
+from tests.integration.waiting import until
 
 FINGERPRINT = "weights"
 
@@ -148,9 +149,7 @@ async def test_of_very_many_servers_some_are_asked(place: Place, monkeypatch: py
     own = Server(place, JOINING)
     monkeypatch.setattr(meetings, "AGAIN_S", 1000.0)
     meeting = asyncio.create_task(own.meetings.meet_all())
-    async with asyncio.timeout(20):
-        while not own.meetings.unreachable:
-            await asyncio.sleep(0.01)
+    await until(lambda: bool(own.meetings.unreachable))
     assert len(own.meetings.unreachable) <= MOST_ASKED
     meeting.cancel()
 
@@ -166,9 +165,7 @@ async def test_pairs_stay_known_without_a_router_and_later_losses_are_found(
     await own.meetings.meet_all()
     await other.listener.close()
     running = asyncio.create_task(own.meetings.run())
-    async with asyncio.timeout(20):
-        while not own.meetings.unreachable:
-            await asyncio.sleep(0.01)
+    await until(lambda: bool(own.meetings.unreachable))
     assert own.meetings.unreachable == (other.address,)
     num_looks = 0
 
@@ -178,9 +175,7 @@ async def test_pairs_stay_known_without_a_router_and_later_losses_are_found(
         raise RouterUnavailable("away")
 
     own.meetings.placement = away
-    async with asyncio.timeout(20):
-        while num_looks < 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: num_looks >= 4)
     assert own.meetings.unreachable == (other.address,)
     running.cancel()
 

@@ -126,6 +126,15 @@ def test_too_little_memory_and_disk_are_said_before_weights_are_read(
         checked_capacity(FACTS, options(state), blocks, 0)
 
 
+@pytest.mark.parametrize("environment, variable", [({}, "HF_HOME"), ({"COROLLA_MANIFEST": "m.json"}, "COROLLA_CACHE")])
+def test_a_full_disk_is_named_by_the_variable_that_moves_it(
+    state: Path, environment: dict[str, str], variable: str
+) -> None:
+    given = replace(options(state), environment=environment)
+    with pytest.raises(StartupError, match=variable):
+        checked_capacity(replace(FACTS, disk_bytes=0), given, "auto", 0)
+
+
 def test_another_model_is_refused_before_weights_are_read() -> None:
     check_weights(FACTS, placement())
     check_weights(FACTS, router_pb2.Placement())

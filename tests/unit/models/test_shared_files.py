@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.gguf import folder as gguf_folder
 from corolla.models.manifest_maker import make_manifest
 from corolla.models.model_manifest import PART_BYTES, ModelManifest, PartNumber
 from corolla.models.read_ahead import tensors_of
@@ -17,6 +19,7 @@ from corolla.models.shared_files import SharedFiles
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.gguf_files import rewrite_gguf
 
 CHECKSUM = "0" * 64
 SOUND: dict[str, Any] = {
@@ -69,6 +72,23 @@ def test_a_span_of_a_gguf_file_is_loaded_from_its_parts_alone(tmp_path: Path) ->
     ]
     for mine, theirs in zip(*weights, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_the_factors_of_a_rotary_embedding_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read to find the model's settings, before any weight."""
+    demo = Checkpoint.from_pretrained("demo")
+    monkeypatch.setattr(gguf_folder, "write_tokenizer", lambda header, folder: None)  # takes seconds
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
+    assert demo.gguf is not None
+    factors = np.ones(demo.config.head_dim // 2, np.float32)
+    path = rewrite_gguf(demo.gguf.path, tmp_path / "late.gguf", tensors={"rope_freqs.weight": factors})
+    whole = Checkpoint.from_pretrained(str(path))
+    copies = Copies(whole, tmp_path / "state")
+    files = copies.files(tmp_path / "there")
+    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "there" / "cache"))
+    checkpoint = Checkpoint.from_pretrained(str(files.path), shared=files)
+    assert checkpoint.config.rope_parameters == whole.config.rope_parameters
+    assert max(copies.numbers).part > len(copies.numbers)
 
 
 @pytest.mark.full

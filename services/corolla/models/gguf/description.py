@@ -72,6 +72,7 @@ _NO_NUMBERS: Final = frozenset({"rope.scaling.type", "rope.scaling.finetuned", "
 _FACTORS: Final = "rope_freqs.weight"
 _BY_LENGTH: Final = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 FACTORS: Final = frozenset({_FACTORS, *_BY_LENGTH.values()})
+"""The tensors that `configuration` reads."""
 """The names of tensors that belong to no module, but to the configuration."""
 _MOST_FACTORS: Final = 1 << 12
 # The lengths of texts, in tokens, that a model of the kind of Llama 3.1 can have been trained with at first.
