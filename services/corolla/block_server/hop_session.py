@@ -255,7 +255,8 @@ class HopSession(Generic[AnyCache]):
             opened.
         ring: the ring on which its tokens go round; None while they do not.
         num_settled_tokens: how many of its tokens the answer keeps, whatever becomes of the drafts after them.
-        on_change: is called after each step and after each event, for what copies the session elsewhere meanwhile.
+        on_change: is called after each step and after each event, in the event loop or in the compute thread, for what
+            copies the session elsewhere meanwhile.
         unsent_before: for each group of layers with a sliding window, the tokens before this one may lack on a standby.
         last_used_s: the time at which the session was last used.
     """

@@ -136,11 +136,9 @@ class Standbys:
         return standby.address
 
     def _forget(self, session_id: bytes) -> None:
-        standby, session = self._by_session.pop(session_id, None), self.sessions.get(session_id)
+        standby = self._by_session.pop(session_id, None)
         if standby is not None:
             self.tasks.cancel(standby.task)
-            if session is not None:
-                session.on_change = nothing  # the compute thread reads the last part of a handover
 
     async def _keep(
         self, session: HopSession[SessionCache], version: int, control: pb.Standby, progress: HandoverProgress
@@ -178,12 +176,13 @@ class Standbys:
 
     async def _until_due(self, session: HopSession[SessionCache], version: int, progress: HandoverProgress) -> None:
         """Returns after a pause, once the next part should be copied, or the session's turn or epoch has ended."""
-        has_changed = asyncio.Event()
+        has_changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def look() -> None:
             is_over = session.version != version or session.state is not SessionState.RUNNING
             if is_over or self._is_due(session, progress):
-                has_changed.set()
+                # The compute thread looks, too: it reads the last part of a handover.
+                loop.call_soon_threadsafe(has_changed.set)
 
         session.on_change = look
         try:

@@ -58,7 +58,7 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
     hold(16)
     await until(lambda: sent == [16])
     session.state = SessionState.PARKED
-    session.on_change()
+    await asyncio.to_thread(session.on_change)  # as the compute thread does with the last part of a handover
     await until(ended.done)
     await tasks.close()
     assert sent == [16]
