@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.engine import Engine
-from corolla.block_server.handover.plan import peers_for
 from corolla.block_server.handover.sender import HandoverLink, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import HopSession, SessionState
@@ -17,10 +17,14 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.registration import Registration
 from corolla.block_server.sessions import SessionTable
+from corolla.cache.prefixes import PrefixKey
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError, HopSessionLost, SessionBusy, SessionNotFound
 from corolla.chassis.handlers import call_path
 from corolla.chassis.tracing import spans
+from corolla.planning.candidates import candidates
+from corolla.planning.planner import Candidate
+from corolla.planning.standbys import takers_for
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.numerics import UNKNOWN, Numerics
@@ -60,6 +64,8 @@ class Drain:
     standbys: Standbys | None = None
     # Maps each session that was handed over to its version here and the server that has it now.
     _moved: dict[bytes, tuple[int, common_pb2.Hop]] = field(init=False, default_factory=dict)
+    # The ids of servers that took sessions over, by the last page that these held in common with others.
+    _holders: defaultdict[PrefixKey, set[str]] = field(init=False, default_factory=lambda: defaultdict(set))
 
     async def drain(self, timeout_s: float) -> None:
         """Returns when no client needs this server any more, at the latest after `timeout_s`."""
@@ -107,7 +113,7 @@ class Drain:
         if not waiting and not ended:
             return
         try:
-            servers = await self.registration.placement()
+            servers = candidates(await self.registration.placement(), fingerprint=self.server.fingerprint)
         except CorollaError:
             return
         room = asyncio.Semaphore(_NUM_AT_A_TIME)
@@ -132,9 +138,7 @@ class Drain:
                 *(hand_over(session) for session in sorted(waiting, key=lambda session: session.is_idle))
             )
 
-    async def _traced(
-        self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
-    ) -> str:
+    async def _traced(self, session: HopSession[SessionCache], servers: Sequence[Candidate], link_to: LinkTo) -> str:
         """Calls `_hand_over`, and records a span of it if the session is in mid-answer and its request is traced."""
         request = session.request
         if request.trace is None or session.is_idle:
@@ -145,24 +149,20 @@ class Drain:
             span.note(outcome=outcome, taker=hop.address, tokens=session.cache.num_tokens)
             return outcome
 
-    async def _hand_over(
-        self, session: HopSession[SessionCache], servers: Sequence[router_pb2.PlacedServer], link_to: LinkTo
-    ) -> str:
+    async def _hand_over(self, session: HopSession[SessionCache], servers: Sequence[Candidate], link_to: LinkTo) -> str:
         request, version = session.request, session.version
         num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
-        # A server that holds the session's common pages, too, needs none for them.
-        num_tokens = max(1, num_tokens - session.cache.common_end)
-        usable = peers_for(
-            servers, self.server.fingerprint, request.blocks, num_tokens, {self.server.server_id},
-            is_guaranteed=request.tenant in self.sessions.guarantees, numerics=self.numerics,
+        common = session.cache.last_common_page
+        usable = takers_for(
+            servers, self._own, request.blocks, num_tokens, num_common=session.cache.common_end,
+            holders=() if common is None else self._holders[common],
+            is_guaranteed=request.tenant in self.sessions.guarantees,
         )  # fmt: skip
         standby_address = "" if self.standbys is None else self.standbys.release(request.session_id, version)
-        usable.sort(key=lambda each: each.server.address != standby_address)
+        usable.sort(key=lambda each: each.address != standby_address)
         outcome = "refused" if usable else "no_peer"
         for each in usable:
-            hop = common_pb2.Hop(
-                server_id=each.server.server_id, address=each.server.address, span=request.blocks.to_message()
-            )
+            hop = common_pb2.Hop(server_id=each.server_id, address=each.address, span=request.blocks.to_message())
             try:
                 num_bytes = await self.sender.send(request.session_id, version, await link_to(hop.address))
             except HopSessionLost:
@@ -181,6 +181,8 @@ class Drain:
                 break
             self.metrics.handover_bytes.labels("out").inc(num_bytes)
             self._moved[request.session_id] = (version, hop)
+            if common is not None:
+                self._holders[common].add(each.server_id)
             return await self._settle(session, link_to)
         # This server may have refused a step while it sent the last part; the step's client waits for this message.
         self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch))
@@ -211,6 +213,13 @@ class Drain:
             return "failed"  # the next turn replays the session
         self.engine.between_iterations(lambda: self.sessions.end(request.session_id, request.epoch))
         return "moved"
+
+    @property
+    def _own(self) -> Candidate:
+        server = self.server
+        return Candidate(
+            server.server_id, server.address, server.fingerprint, self.sender.span, 0.0, numerics=self.numerics
+        )
 
     def _tell(self, session: HopSession[SessionCache], moved: pb.Moved) -> None:
         peer = self.peers.get(session.request.client_id)

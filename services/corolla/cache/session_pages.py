@@ -64,6 +64,14 @@ class SessionPages:
         return max(table.num_common for table in self.tables) * self.pool.page_tokens
 
     @property
+    def last_common_page(self) -> PrefixKey | None:
+        """The name of the last page that is held in common, which stands for those before it, too; None: none is."""
+        num_common = max(table.num_common for table in self.tables)
+        if self._text is None or not 0 < num_common <= len(self._text.hashes):
+            return None
+        return PrefixKey(self._text.salt, self._text.hashes[num_common - 1], 0)
+
+    @property
     def known_text(self) -> ExpectedText | None:
         """The digests of the whole pages that are held, as far as they are known; None: none is."""
         if self._text is None:

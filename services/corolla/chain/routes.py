@@ -488,8 +488,7 @@ class Routes:
     def _givers(self, held: Iterable[str]) -> Sequence[Candidate]:
         """The servers that may give others what they hold of a text; full ones are among them."""
         ready, avoided = self._indexed().ready, self._avoided()
-        usable = (ready[server_id] for server_id in held if server_id in ready and server_id not in avoided)
-        return [each for each in usable if not each.is_suspected]
+        return [ready[server_id] for server_id in held if server_id in ready and server_id not in avoided]
 
     def _indexed(self) -> "_Index":
         """The servers, looked through anew after each push."""

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 
 from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate
+from corolla.planning.standbys import can_give
 from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
@@ -63,7 +64,7 @@ class PlannedSession:
         than to compute them, and if they are on a server that computes alike.
         """
         num_held, num_blocks = self.held.get(server.server_id, 0), len(server.span)
-        given = (self.held[each.server_id] for each in self.givers if _can_give(each, server))
+        given = (self.held[each.server_id] for each in self.givers if can_give(each, server, server.span))
         num_given = max(0, max(given, default=0) - num_held)
         seconds = server.computing_seconds(self.most_held - num_held - num_given, num_blocks) + min(
             server.computing_seconds(num_given, num_blocks), server.fetching_seconds(num_given, num_blocks)
@@ -284,15 +285,6 @@ def _front(alike: _Alike, holders: Sequence[Candidate], session: PlannedSession,
         if not raised:
             return front.servers()
         alike.move_back(raised)
-
-
-def _can_give(giver: Candidate, server: Candidate) -> bool:
-    return (
-        giver.server_id != server.server_id
-        and giver.fingerprint == server.fingerprint
-        and giver.span.covers(server.span)
-        and giver.numerics.agrees_with(server.numerics)
-    )
 
 
 def _kind(server: Candidate) -> _Kind:

@@ -1,6 +1,6 @@
-"""Chooses servers for the tokens of one hop: one that stands by for it, or one that holds a text already. Pure."""
+"""Chooses servers for the tokens of one hop: to stand by for it, to take it over, or to give it a text. Pure."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ from corolla.wire.span import Span
 
 
 class Lack(StrEnum):
-    """What a server lacks to stand by for another one, from the most to the least."""
+    """What a server lacks to go on with sessions of another one, from the most to the least."""
 
     SERVER = "server"
     """It does not have all of its blocks."""
@@ -26,19 +26,69 @@ def lack_of(server: Candidate, own: Candidate, blocks: Span, num_tokens: int) ->
     """Returns what a server lacks first to take over a session from another one; None: it lacks nothing.
 
     Args:
-        own: The server that has the session.
+        own: The server that has the session. It lacks itself.
         blocks: Those that the session uses there.
         num_tokens: The number of tokens for which it needs pages.
     """
-    if server is own or server.is_suspected or server.fingerprint != own.fingerprint:
-        return Lack.SERVER
-    if not server.span.covers(blocks):
-        return Lack.SERVER
-    if not server.numerics.agrees_with(own.numerics):
-        return Lack.NUMERICS
+    if (lack := _lack_to_go_on(server, own, blocks)) is not None:
+        return lack
     if server.room_tokens < num_tokens:
         return Lack.ROOM
     return Lack.NODE if _node_of(server.address) == _node_of(own.address) else None
+
+
+def _lack_to_go_on(server: Candidate, own: Candidate, blocks: Span) -> Lack | None:
+    """Returns what a server lacks to go on exactly where another one is, whatever its room and its node."""
+    if server.server_id == own.server_id or server.is_suspected or server.fingerprint != own.fingerprint:
+        return Lack.SERVER
+    if not server.span.covers(blocks):
+        return Lack.SERVER
+    return None if server.numerics.agrees_with(own.numerics) else Lack.NUMERICS
+
+
+def can_give(giver: Candidate, server: Candidate, blocks: Span) -> bool:
+    """A server may take the keys and values of these blocks from another one that holds some of a text."""
+    return _lack_to_go_on(giver, server, blocks) is None
+
+
+def takers_for(
+    servers: Iterable[Candidate],
+    own: Candidate,
+    blocks: Span,
+    num_tokens: int,
+    *,
+    num_common: int = 0,
+    holders: Collection[str] = (),
+    is_guaranteed: bool = False,
+) -> list[Candidate]:
+    """Returns the servers that could take a session over from one that leaves, the best one first.
+
+    Servers with room come before others, then those of the same numerics, those that hold the session's common pages,
+    those on other nodes, and those with the most room. A server that has room only if it holds the common pages comes
+    after all that have room: if it does not hold them, it refuses.
+
+    Args:
+        own: The server that leaves.
+        num_tokens: The number of tokens for which the session needs pages.
+        num_common: How many of them are in pages that it holds in common with others.
+        holders: The ids of servers that are known to hold these pages.
+        is_guaranteed: Whether the tenant has guaranteed pages, which servers do not count as free.
+    """
+    num_rest = max(1, num_tokens - num_common)
+    usable = [
+        each
+        for each in servers
+        if _lack_to_go_on(each, own, blocks) is not Lack.SERVER and (is_guaranteed or num_rest <= each.room_tokens)
+    ]
+
+    def rank(each: Candidate) -> tuple[bool, bool, bool, bool, float, str]:
+        lack, is_holder = lack_of(each, own, blocks, 0), each.server_id in holders
+        has_room = (num_rest if is_holder else num_tokens) <= each.room_tokens
+        return (
+            not has_room, lack is Lack.NUMERICS, not is_holder, lack is Lack.NODE, -each.room_tokens, each.server_id
+        )  # fmt: skip
+
+    return sorted(usable, key=rank)
 
 
 def standby_for(
@@ -92,7 +142,7 @@ def holder_for(
         return None
     blocks = Span.from_message(hop.span)
     holding = [ready[server_id] for server_id in held if server_id in ready and server_id not in excluded]
-    usable = [each for each in holding if lack_of(each, own, blocks, 0) in (None, Lack.NODE)]
+    usable = [each for each in holding if can_give(each, own, blocks)]
     best = max(usable, key=lambda each: held[each.server_id], default=None)
     if best is None or held[best.server_id] <= held.get(hop.server_id, 0):
         return None

@@ -1,13 +1,14 @@
-"""Which server stands by for a hop, and which one gives it the beginning of a text."""
+"""Which server stands by for a hop, takes its sessions over, or gives it the beginning of a text."""
 
 from typing import Any
 
 import pytest
 
 from corolla.planning.candidates import candidates
-from corolla.planning.standbys import holder_for, standby_for
+from corolla.planning.standbys import holder_for, standby_for, takers_for
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.span import Span
 
 
 def placed(server_id: str, host: str, zone: str = "a", start: int = 0, end: int = 4, **facts: Any) -> pb.PlacedServer:
@@ -57,6 +58,35 @@ def test_a_server_that_could_not_go_on_does_not_stand_by(facts: dict[str, Any]) 
     other = placed("other", "10.0.0.2", **facts)
     assert chosen(other) == ""
     assert holder({"other": 64}, other) == ""
+    assert taking(other) == (["other"] if "numerics" in facts else [])
+
+
+def taking(*others: pb.PlacedServer, **facts: Any) -> list[str]:
+    """The servers that could take a session of 100 tokens over from `hop`."""
+    (own,) = candidates([HELD])
+    found = takers_for(candidates([HELD, *others]), own, Span(0, 2), 100, **facts)
+    return [each.server_id for each in found]
+
+
+def test_servers_with_room_take_sessions_over_then_those_that_compute_alike_and_then_other_nodes() -> None:
+    alike, other = placed("alike", "10.0.0.2"), placed("other", "10.0.0.2", max_session_tokens=9000, numerics="m")
+    here, roomy = (
+        placed("here", "10.0.0.1", max_session_tokens=9000),
+        placed("roomy", "10.0.0.3", max_session_tokens=2000),
+    )
+    full, empty = placed("full", "10.0.0.4", max_session_tokens=99), placed("empty", "10.0.0.4", max_session_tokens=0)
+    servers = other, full, here, alike, empty, roomy
+    with_room = ["roomy", "alike", "here", "other"]
+    assert taking(*servers) == with_room
+    assert taking(*servers, is_guaranteed=True) == [*with_room, "full", "empty"]
+
+
+def test_servers_that_may_hold_common_pages_come_last_until_they_do() -> None:
+    whole, rest = placed("whole", "10.0.0.2"), placed("rest", "10.0.0.3", max_session_tokens=40)
+    less = placed("less", "10.0.0.3", max_session_tokens=39)
+    assert taking(whole, rest, less) == ["whole"]
+    assert taking(whole, rest, less, num_common=60) == ["whole", "rest"]
+    assert taking(whole, rest, less, num_common=60, holders=["rest", "less"]) == ["rest", "whole"]
 
 
 def holder(held: dict[str, int], *others: pb.PlacedServer, excluded: tuple[str, ...] = ()) -> str:

@@ -1,13 +1,7 @@
-"""Decides which server takes a session over, and which part is sent next. Pure."""
+"""Decides which part of a session is sent next. Pure."""
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final
-
-from corolla.planning.candidates import has_room
-from corolla.v1 import router_pb2
-from corolla.wire.numerics import UNKNOWN, Numerics
-from corolla.wire.span import Span
 
 MAX_REPEATS: Final = 8
 """A handover is given up after this many answers in a row without progress."""
@@ -25,46 +19,6 @@ def part_tokens(num_tokens: int, of_short_texts: int = LEAST_TOKENS) -> int:
     A token that is replayed looks at the whole text. So in a text four times as long, a fourth of the tokens wait.
     """
     return max(1, of_short_texts * _SHORT_TEXT_TOKENS // max(num_tokens, _SHORT_TEXT_TOKENS))
-
-
-def peers_for(
-    servers: Iterable[router_pb2.PlacedServer],
-    fingerprint: str,
-    blocks: Span,
-    num_tokens: int,
-    excluded: Collection[str],
-    *,
-    is_guaranteed: bool = False,
-    numerics: Numerics = UNKNOWN,
-) -> list[router_pb2.PlacedServer]:
-    """Returns the servers that could take over a session of `blocks`, the best one first.
-
-    Servers with room come before others, then those of the same numerics, then those with the most free pages.
-
-    Args:
-        num_tokens: how many tokens the server needs pages for.
-        excluded: ids of servers that are left out.
-        is_guaranteed: whether the tenant has guaranteed pages, which servers do not count as free. Servers without
-            enough free pages then come last instead of being left out.
-        numerics: the numerics of the server that hands the session over.
-    """
-    usable = [
-        each
-        for each in servers
-        if each.state == router_pb2.SERVER_STATE_READY
-        and not each.suspected
-        and each.server.fingerprint == fingerprint
-        and each.server.server_id not in excluded
-        and each.span.start <= blocks.start
-        and blocks.end <= each.span.end
-        and (is_guaranteed or has_room(each.load, num_tokens))
-    ]
-
-    def rank(each: router_pb2.PlacedServer) -> tuple[bool, bool, int, str]:
-        is_alike = numerics.agrees_with(Numerics.parse(each.load.numerics))
-        return not has_room(each.load, num_tokens), not is_alike, -each.load.num_free_pages, each.server.server_id
-
-    return sorted(usable, key=rank)
 
 
 @dataclass(slots=True)
