@@ -78,6 +78,8 @@ class _Sessions:
     def expect_deaths(self) -> int:
         """Notes which sessions will have to be opened again, and returns how many."""
         self._lost = {session_id for session_id, each in self._open.items() if self._uses_dead(each)}
+        if not self._lost:
+            self.are_open_again.set()
         return len(self._lost)
 
 
@@ -92,21 +94,23 @@ async def main(router: str, model: str, num_sessions: int) -> None:
     dead = frozenset(json.loads(await asyncio.to_thread(sys.stdin.readline)))
     sessions = _Sessions(ChainSessions(routes, plane, _LIMITS, TaskGroup()), dead)
     are_open = [asyncio.Event() for _ in range(num_sessions)]
-    holding = [asyncio.create_task(sessions.hold(each)) for each in are_open]
-    for each in are_open:
-        await each.wait()
-    num_lost = sessions.expect_deaths()
-    pulse = _Pulse()
-    feeling = asyncio.create_task(pulse.run())
-    print("open", flush=True)
-    await sessions.are_open_again.wait()
-    ended = time.time()
-    # What the deaths cause goes on for a while: reports to the router, and its pushes.
-    await asyncio.sleep(2.0)
-    feeling.cancel()
-    print(json.dumps({"ended": ended, "num_opened": num_lost, "stall_s": pulse.longest_s}), flush=True)
-    for task in (watching, *holding):
-        task.cancel()
+    # A session that fails ends the group, and so the process, with its error.
+    async with asyncio.TaskGroup() as group:
+        holding = [group.create_task(sessions.hold(each)) for each in are_open]
+        for each in are_open:
+            await each.wait()
+        num_lost = sessions.expect_deaths()
+        pulse = _Pulse()
+        feeling = group.create_task(pulse.run())
+        print("open", flush=True)
+        await sessions.are_open_again.wait()
+        ended = time.time()
+        # What the deaths cause goes on for a while: reports to the router, and its pushes.
+        await asyncio.sleep(2.0)
+        print(json.dumps({"ended": ended, "num_opened": num_lost, "stall_s": pulse.longest_s}), flush=True)
+        for task in (feeling, *holding):
+            task.cancel()
+    watching.cancel()
 
 
 class _Pulse:
