@@ -265,7 +265,8 @@ def _why_unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
         return f"the activation {type(layer.mlp.activation).__name__}, or an MLP without a gate, has no function"
     if not all(isinstance(norm, RmsNorm | None) for norm in _norms(layer)):
         return "a norm is not the usual one"
-    if layer.attention_norm is None or layer.mlp_norm is None or layer.output_norm is not None:
+    of_outputs = (layer.output_norm, layer.mlp_output_norm)
+    if layer.attention_norm is None or layer.mlp_norm is None or any(norm is not None for norm in of_outputs):
         return "norms stand elsewhere than before attention and MLP"
     if layer.softcap is not None or layer.sinks is not None or layer.gate is not None:
         return "bounds of scores, sinks and gates of attention have no function"

@@ -6,6 +6,7 @@ they are.
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Sequence
 from typing import Final
@@ -42,7 +43,7 @@ def run_delta_rule(
 
     Args:
         states: for each row, `[1, heads, key size, value size]`, contiguous.
-        bounds: each row's first token, and the number of all tokens N.
+        bounds: each row's first token, and the number of all tokens N; each row has tokens.
         query: `[N, key heads, key size]`.
         key: `[N, key heads, key size]`, with the same stride.
         value: `[N, heads, value size]`.
@@ -66,7 +67,7 @@ def run_state_space(
 
     Args:
         states: for each row, `[1, heads, value size, key size]`, contiguous.
-        bounds: each row's first token, and the number of all tokens N.
+        bounds: each row's first token, and the number of all tokens N; each row has tokens.
         query: `[N, key heads, key size]`, there called C.
         key: `[N, key heads, key size]`, with the same stride; there called B.
         value: `[N, heads, value size]`, which the lengths of time steps have multiplied.
@@ -84,6 +85,8 @@ def _run(
     shape: Shape, states: Sequence[Tensor], bounds: Sequence[int], inputs: Sequence[Tensor], scaling: float
 ) -> tuple[Tensor, list[Tensor]]:
     query, _, value, decay, rate = inputs
+    if any(start >= end for start, end in itertools.pairwise(bounds)):
+        raise ValueError("a row has no tokens, so nothing writes the state after it")
     after = [torch.empty_like(each) for each in states]
     output = torch.empty(bounds[-1], shape.heads.num_heads, shape.heads.value_size)
     addresses = [[each.data_ptr() for each in part] for part in (states, after)]

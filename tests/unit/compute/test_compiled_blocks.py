@@ -263,6 +263,8 @@ def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     assert why_unsupported(span, runner.store, torch.float32) == (
         "the activation GELU, or an MLP without a gate, has no function"
     )
+    span.layers[1].mlp_output_norm = span.layers[1].mlp_norm
+    assert why_unsupported(span, runner.store, torch.float32) == "norms stand elsewhere than before attention and MLP"
     span.layers[3].scaling *= 2
     assert why_unsupported(span, runner.store, torch.float32) == "the heads of its layers differ"
 

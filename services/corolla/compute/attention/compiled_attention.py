@@ -205,17 +205,21 @@ def chunk_module(shape: HeadShape) -> Compiled:
 
 
 def tables_of(batch: AttentionBatch, layer: int, window: int | None, shape: HeadShape) -> Tables:
-    """The tables for a layer. Layers of one group share them if their blocks have the same number of tokens."""
+    """The tables for a layer. Layers of one group share them if their blocks have the same number of tokens.
+
+    Those of latents have tables of their own.
+    """
     group, num_block_tokens = batch.store.group_of(layer), block_tokens(shape)
     # Layers of one group may differ in their number of heads, and so in the tokens of a block.
-    prepared: dict[int, Tables] = batch.prepared.setdefault(group, {})
-    tables = prepared.get(num_block_tokens)
+    prepared: dict[tuple[int, bool], Tables] = batch.prepared.setdefault(group, {})
+    kind = (num_block_tokens, bool(shape.rotated_size))
+    tables = prepared.get(kind)
     if tables is None:
         if shape.rotated_size:
             tables = _tables_of_latents(batch.rows, group, num_block_tokens)
         else:
             tables = _tables(batch.rows, group, window, batch.store.pool.page_tokens, num_block_tokens)
-        prepared[num_block_tokens] = tables
+        prepared[kind] = tables
     return tables
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention import compiled_attention
 from corolla.compute.attention.base import AttentionBatch, PackedRow
-from corolla.compute.attention.compiled_attention import CompiledAttention
+from corolla.compute.attention.compiled_attention import CompiledAttention, tables_of
+from corolla.kernels.attention_text import HeadShape
 from corolla.kernels.chunk_source import TILE_KEYS
 from tests.tiers import covering, quick
 
@@ -211,3 +213,8 @@ def test_layers_of_one_group_may_differ_in_their_query_heads() -> None:
         query, key, value = rows.queries[0], rows.keys[0], rows.values[0]
         output = batch.attend(min(layer, 1), query, key, value, scaling=rows.scaling)
         assert (output - rows.expected(0, 300)).abs().max() < 3e-6
+    # A block of latents has pieces, which one of ordinary heads lacks.
+    latents = HeadShape("float", 48, 32, num_shared=8, max_sums=6, rotated_size=16)
+    assert len(tables_of(batch, 0, None, latents).queries) == 300
+    ordinary = tables_of(batch, 0, None, replace(latents, rotated_size=0))
+    assert (len(ordinary.queries), len(ordinary.blocks)) == (0, len(tables_of(batch, 0, None, latents).blocks))
