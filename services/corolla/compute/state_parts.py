@@ -23,12 +23,12 @@ from corolla.cache.states import LayerState
 from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import attend_to_latents
 from corolla.compute.base import RowWork
-from corolla.compute.state_mixtures import PanelExperts, Router
-from corolla.compute.whole_vectors import apart
+from corolla.compute.state_mixtures import Router
 from corolla.kernels.recurrences import is_whole, run_delta_rule, run_state_space
 from corolla.models.fused import rotate_heads
-from corolla.models.packed.modules import PackedLinear
+from corolla.models.packed.modules import PackedExperts, PackedLinear
 from corolla.models.rotary_table import Turn
+from corolla.models.whole_vectors import apart
 
 PIECE_TOKENS: Final = 64
 """A text is cut into pieces at the multiples of this number of tokens."""
@@ -560,7 +560,7 @@ class _Mixture(Part):
         self._shared = next((_Mlp(each, layer) for each in _shared_of(module)), None)
         bias = (module.expert_bias,) if getattr(module, "use_expert_bias", False) else ()
         self._router = Router(module.gate if hasattr(module, "gate") else module.router, bias)
-        self._experts = PanelExperts.of(module.experts)
+        self._has_panels = isinstance(module.experts, PackedExperts) and module.experts.lie_in_panels
         latent = (getattr(module, f"fc{number}_latent_proj", None) for number in (1, 2))
         self._into, self._out_of = (None if isinstance(each, nn.Identity) else each for each in latent)
 
@@ -577,8 +577,8 @@ class _Mixture(Part):
         """See `Part.forward`."""
         weights, ids = self._router.choose(normed, rows.product)
         inputs = normed if self._into is None else rows.product(self._into, normed)
-        if self._experts is not None:
-            mixed = self._experts.mix(inputs, ids, weights)
+        if self._has_panels:
+            mixed: Tensor = self._module.experts(inputs, ids, weights)
         else:
             mixed = rows.by_piece(self._module.experts, inputs, ids, weights.to(normed.dtype))
         if self._out_of is not None:

@@ -14,10 +14,10 @@ from corolla.cache.store import SessionCache
 from corolla.compute.base import RowWork
 from corolla.compute.span_runner import SpanRunner
 from corolla.compute.state_blocks import StateBlocks
-from corolla.compute.whole_vectors import apart
 from corolla.kernels.recurrences import run_delta_rule, run_state_space
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
+from corolla.models.whole_vectors import apart
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 

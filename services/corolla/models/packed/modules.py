@@ -18,6 +18,7 @@ from corolla.kernels.repacking import Panels, empty_panels, lay_out, unpack
 from corolla.kernels.triton.availability import missing
 from corolla.models.linear import this_processor
 from corolla.models.product_rule import AUTO, Way, way_of
+from corolla.models.whole_vectors import apart
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts
@@ -446,6 +447,8 @@ class PackedExperts(nn.Module):
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Runs the chosen experts of each token, by a compiled function or one expert after the other.
 
+        On a CPU no token changes another's bits where all weights lie in panels.
+
         Args:
             hidden: `[N, H]`, on the device of the weights.
             ids: int64 `[N, chosen]`, the experts of each token.
@@ -462,10 +465,19 @@ class PackedExperts(nn.Module):
         results = hidden.new_empty(len(pairs), hidden.shape[-1])
         for expert, own in enumerate(torch.split(pairs, counts)):
             if len(own):
-                gated = self._gate(self, self._product("gate_up_proj", expert, hidden[own // num_chosen]))
+                gated = self._gated(self._product("gate_up_proj", expert, hidden[own // num_chosen]))
                 results[own] = self._product("down_proj", expert, gated)
         weighed = results.view(num_tokens, num_chosen, -1) * weights.unsqueeze(-1)
-        return weighed.sum(1).to(hidden.dtype)
+        # torch's own sum adds in an order that depends on where the numbers lie.
+        mixed = weighed[:, 0].float()
+        for number in range(1, num_chosen):
+            mixed = mixed + weighed[:, number]
+        return mixed.to(hidden.dtype)
+
+    @property
+    def lie_in_panels(self) -> bool:
+        """Both weights lie in panels."""
+        return all(isinstance(each, PackedExpertWeights) for each in (self.gate_up_proj, self.down_proj))
 
     def compiled_panels(self, dtype: torch.dtype) -> tuple[ExpertPanels, ExpertPanels] | None:
         """The panels of both weights, if a compiled function runs these experts for hidden states of a dtype.
@@ -484,6 +496,12 @@ class PackedExperts(nn.Module):
             ExpertPanels(gate_up.layout, gate_up.panels, gate_up.shape[1]),
             ExpertPanels(down.layout, down.panels, down.shape[1]),
         )
+
+    def _gated(self, product: Tensor) -> Tensor:
+        if product.device.type != "cpu" or not hasattr(self, "act_fn"):
+            return cast(Tensor, self._gate(self, product))
+        gate, up = product.chunk(2, dim=-1)
+        return apart(cast(nn.Module, self.act_fn), gate) * up
 
     def _product(self, name: str, expert: int, rows: Tensor) -> Tensor:
         weights, bias = getattr(self, name), getattr(self, f"{name}_bias")
