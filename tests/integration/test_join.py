@@ -66,10 +66,10 @@ class Joined:
         credentials = folder / "credentials"
         credentials.mkdir()
         (credentials / "token").write_text(token)
-        lines = dict(line.split("=", 1) for line in unit().splitlines() if line.startswith(("ExecStart=", "Environ")))
-        assert lines["Environment"] == "XDG_STATE_HOME=%S"
-        variable, path = re.findall(r"^Environment=(COROLLA\w+)=(.*)$", unit(), re.MULTILINE)[0]
-        program, *arguments = shlex.split(lines["ExecStart"])
+        assert {"Environment=XDG_STATE_HOME=%S", "Environment=COROLLA_CACHE=%C/corolla"} < set(unit().splitlines())
+        variable, path = re.findall(r"^Environment=(COROLLA_JOIN\w+)=(.*)$", unit(), re.MULTILINE)[0]
+        (started,) = re.findall(r"^ExecStart=(.*)$", unit(), re.MULTILINE)
+        program, *arguments = shlex.split(started)
         assert program.endswith("/bin/corolla")
         given = {"192.168.1.10:50054": address}
         arguments = [given.get(each, each) for each in arguments]

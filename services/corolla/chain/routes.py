@@ -31,7 +31,7 @@ from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
-from corolla.planning.ready_in import ready_in_seconds, waits_until
+from corolla.planning.ready_in import Promises, ready_in_seconds, waits_until
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.planning.standbys import holder_for, standby_for
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
@@ -39,6 +39,8 @@ from corolla.wire.numerics import Numerics
 from corolla.wire.span import Span
 
 _RETRY_INTERVAL_S: Final = 0.5
+_MOST_RETRY_S: Final = 600.0
+"""The longest time until callers may come again, whatever a server says of its start."""
 _MOST_TOKENS: Final = 2**31
 _MOST_PLANS: Final = 4
 """After so many plans whose servers had no room for what some of them lack of a text, room does not count."""
@@ -89,6 +91,7 @@ class Routes:
         self._on_quarantine = on_quarantine
         self._fingerprint_parts = fingerprint_parts or {}
         self._leaving: set[str] = set()
+        self._promises = Promises()
         self._bookings = Bookings(_BOOKING_LAG_S)
         self.beginnings = Beginnings()
         placement.on_beginnings = self.beginnings.hear
@@ -265,7 +268,9 @@ class Routes:
 
     def ready_in_s(self, lost: Collection[str] = ()) -> float | None:
         """The seconds until each block has a server; see `planning.ready_in`."""
-        return ready_in_seconds(self._placement.servers, self._num_blocks, self._fingerprint, lost)
+        servers = self._placement.servers
+        late = self._promises.late(servers, asyncio.get_running_loop().time())
+        return ready_in_seconds(servers, self._num_blocks, self._fingerprint, late.union(lost))
 
     async def wait_for_update(self, until_s: float) -> None:
         """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""
@@ -340,7 +345,7 @@ class Routes:
             return OutOfPages("block servers have too few free KV pages for this request")
         if isinstance(failure, NoChain) and (ready_in_s := self.ready_in_s()):
             text = f"{failure.message}; servers that join say that they are ready in {math.ceil(ready_in_s)} s"
-            return NoChain(text, metadata=failure.metadata, retry_after_s=ready_in_s)
+            return NoChain(text, metadata=failure.metadata, retry_after_s=min(ready_in_s, _MOST_RETRY_S))
         return failure
 
     async def replan_recorded(

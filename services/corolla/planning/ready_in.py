@@ -1,7 +1,8 @@
-"""Says when every block has a server, by what servers that join say of themselves. Pure."""
+"""Says when every block has a server, by what servers that join say of themselves."""
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.v1 import router_pb2 as pb
@@ -38,6 +39,23 @@ def ready_in_seconds(
             soonest[block] = min(soonest[block], seconds)
     latest = max(soonest, default=math.inf)
     return latest if math.isfinite(latest) else None
+
+
+@dataclass(eq=False)
+class Promises:
+    """Remembers when servers that join said that they would be ready, since one that comes no nearer does not count."""
+
+    _ends_s: dict[str, float] = field(init=False, default_factory=dict)
+
+    def late(self, servers: Iterable[pb.PlacedServer], now_s: float) -> set[str]:
+        """The ids of servers that are still joining after twice the time that they said earlier."""
+        ends_s = {}
+        for each in servers:
+            if each.state == pb.SERVER_STATE_JOINING and (seconds := each.load.start_seconds_left):
+                server_id = each.server.server_id
+                ends_s[server_id] = min(self._ends_s.get(server_id, math.inf), now_s + 2 * seconds + _LATE_S)
+        self._ends_s = ends_s
+        return {server_id for server_id, end_s in ends_s.items() if end_s < now_s}
 
 
 def waits_until(give_up_s: float, ready_in_s: float | None, now_s: float, until_s: float) -> float:

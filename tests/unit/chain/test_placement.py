@@ -287,6 +287,13 @@ async def test_callers_wait_for_servers_that_say_when_they_are_ready(router: Rou
     with pytest.raises(NoChain, match="ready in 20 s") as refused:
         await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)
     assert refused.value.retry_after_s == 20
+    joins.load.start_seconds_left = 1 << 30
+    await router.push(pb.Placement(servers=[here, joins]))
+    with pytest.raises(NoChain) as refused:
+        await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)
+    assert refused.value.retry_after_s == 600
+    joins.load.start_seconds_left = 20
+    await router.push(pb.Placement(servers=[here, joins]))
     hops = [
         common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=end))
         for name, start, end in (("a", 0, 3), ("lost", 3, 5))

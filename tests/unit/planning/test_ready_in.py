@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from corolla.planning.ready_in import ready_in_seconds, waits_until
+from corolla.planning.ready_in import Promises, ready_in_seconds, waits_until
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
@@ -50,3 +50,12 @@ def test_the_last_block_that_gets_a_server_decides(servers: list[pb.PlacedServer
 )
 def test_a_caller_waits_longer_for_servers_that_join(ready_in_s: float | None, until_s: float, expected: float) -> None:
     assert waits_until(130.0, ready_in_s, 100.0, until_s) == expected
+
+
+def test_nobody_waits_for_a_server_that_comes_no_nearer() -> None:
+    promises = Promises()
+    for now_s in range(13):
+        nearer, standing = placed("nearer", 0, 8, 100.0 - now_s), placed("standing", 0, 8, 5.0)
+        assert promises.late([nearer, standing, placed("ready", 0, 8)], now_s) == set()
+    assert promises.late([nearer, standing], 12.5) == {"standing"}
+    assert promises.late([nearer], 13.0) == promises.late([standing], 14.0) == set(), "a server that left is forgotten"
