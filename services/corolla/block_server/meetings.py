@@ -7,6 +7,7 @@ connect to its address, where they must meet its certificate. The pairs that do 
 import asyncio
 import itertools
 import logging
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from corolla.wire.stream import Connect, Receiver, Stream
 
 log = logging.getLogger(__name__)
 
-MOST_ASKED: Final = 64
+MOST_ASKED: Final = 16
 """If there are more servers, so many are asked, spread evenly over all of them."""
 _MOST_ANSWERED: Final = 16
 """So many servers are connected to at a time; further ones get no answer, and do not wait for it."""
@@ -44,7 +45,7 @@ class Outcome(Enum):
     MET = auto()
     NOT_MET = auto()
     SILENT = auto()
-    """It was reached, and said neither in time."""
+    """It was reached, and said neither in time: it is busy, or of a release that does not know the question."""
     NOT_REACHED = auto()
 
 
@@ -77,7 +78,7 @@ class Meetings:
         """
         has_logged = False
         while True:
-            outcomes = set(await self._ask(await self._ready() or []))
+            outcomes = set(await self._ask(self._some_of(await self._ready() or [])))
             has_failed = Outcome.NOT_MET in outcomes or outcomes == {Outcome.NOT_REACHED}
             if Outcome.MET in outcomes or not has_failed:
                 return
@@ -96,7 +97,8 @@ class Meetings:
             await asyncio.sleep(LOOK_INTERVAL_S)
             asks_all = look % LOOKS_FOR_ALL == 0
             if (asks_all or self.unreachable) and (ready := await self._ready()) is not None:
-                await self._ask([each for each in ready if asks_all or each in self.unreachable])
+                asked = {each for each in ready if each in self.unreachable}
+                await self._ask(sorted(asked.union(self._some_of(ready) if asks_all else ())))
 
     def answer(self, message: pb.Meet, peer: Peer) -> None:
         """Connects to a server that asks, and tells it whether that worked."""
@@ -113,20 +115,26 @@ class Meetings:
             servers = await self.placement()
         except CorollaError:
             return None
-        ready = sorted(
+        return sorted(
             each.server.address
             for each in servers
             if each.state == router_pb2.SERVER_STATE_READY
             and each.server.fingerprint == self.fingerprint
             and each.server.address != self.address
         )
-        return ready[:: -(-len(ready) // MOST_ASKED)] if ready else []
+
+    def _some_of(self, ready: list[str]) -> list[str]:
+        # Servers that join together begin at different places, so that they do not all ask the same ones.
+        stride = -(-len(ready) // MOST_ASKED) or 1
+        return ready[zlib.crc32(self.address.encode()) % stride :: stride]
 
     async def _ask(self, addresses: Sequence[str]) -> list[Outcome]:
         """Asks these servers, and notes those that did not meet this one."""
         outcomes = await asyncio.gather(*map(self._met_by, addresses))
         self.unreachable = tuple(
-            address for address, outcome in zip(addresses, outcomes, strict=True) if outcome is not Outcome.MET
+            address
+            for address, outcome in zip(addresses, outcomes, strict=True)
+            if outcome in (Outcome.NOT_MET, Outcome.NOT_REACHED)
         )
         return outcomes
 
