@@ -2,8 +2,8 @@
 
     python -m benchmarks.fleet_servers MODEL NUM_SERVERS ROUTER [ROUTER ...]
 
-They compute nothing, so a step that begins an answer is never answered. The process prints the ids of its servers as
-JSON once all have joined.
+They compute nothing, so a step that begins an answer is never answered. Each one announces as many beginnings of texts
+as it may. The process prints the ids of its servers as JSON once all have joined.
 """
 
 import asyncio
@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
+from corolla.block_server.beginnings import MOST_ANNOUNCED
 from corolla.chain.control import ControlPlane
 from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.beginnings import DIGEST_BYTES
 from corolla.wire.frames import Frame
 from corolla.wire.stream import Receiver, Stream, StreamListener
 
@@ -35,6 +37,7 @@ class Server:
 
     Attributes:
         address: `host:port` of its streams.
+        beginnings: those of texts that it announces.
     """
 
     fingerprint: ClassVar[str] = "f"
@@ -44,6 +47,7 @@ class Server:
     address: str
     server_id: str = field(default_factory=lambda: secrets.token_hex(16))
     num_heartbeats: int = 0
+    beginnings: bytes = field(default_factory=lambda: secrets.token_bytes(MOST_ANNOUNCED * DIGEST_BYTES))
     _span: common_pb2.BlockSpan = field(default_factory=common_pb2.BlockSpan)
     _sessions: set[bytes] = field(default_factory=set)
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,7 +74,7 @@ class Server:
         self.num_heartbeats += 1
         load = pb.ServerLoad(
             num_sessions=len(self._sessions), num_pages=_NUM_PAGES, num_free_pages=_NUM_PAGES,
-            max_session_tokens=_NUM_PAGES << 4, heartbeat_number=self.num_heartbeats,
+            max_session_tokens=_NUM_PAGES << 4, heartbeat_number=self.num_heartbeats, beginnings=self.beginnings,
         )  # fmt: skip
         beat = pb.HeartbeatRequest(model=self.model, server_id=self.server_id, state=pb.SERVER_STATE_READY, load=load)
         stub: Any = self.control.stub

@@ -571,6 +571,8 @@ def test_a_session_that_moves_holds_in_common_what_others_hold() -> None:
     offer = a_request(b"moves", text=text, resume=False, max_tokens=40, write_start=27)
     moved = table.receive(offer, TRANSFER, 0.0)
     assert (moved.cache.num_tokens, moved.cache.common_end, moved.num_pages) == (16, 16, 10 - 4)
+    assert held.cache.last_common_page == PrefixKey(salt, HASHES[3], 0)
+    assert moved.cache.last_common_page is None, "its text is not known until its client opens it here"
     moved.cache.make_writable(16, 11)
     moved.cache.commit(27)
     assert moved.cache.pool.find_prefix(PrefixKey(salt, HASHES[4], 0)) is None, "another server has computed it"
@@ -579,6 +581,7 @@ def test_a_session_that_moves_holds_in_common_what_others_hold() -> None:
     step(table, replace(offer, epoch=2), 27, 1)
     assert moved.cache.pool.find_prefix(PrefixKey(salt, HASHES[5], 0)) is not None
     assert (moved.cache.common_end, moved.num_pages) == (24, 10 - 6)
+    assert moved.cache.last_common_page == PrefixKey(salt, HASHES[5], 0)
 
 
 def test_no_handover_touches_a_session_that_its_client_has_open() -> None:
