@@ -36,16 +36,17 @@ def apart(function: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     return applied.narrow(1, 0, width).reshape(tokens.shape)
 
 
-def in_whole_vectors(tokens: Tensor) -> tuple[Tensor, ...]:
+def in_whole_vectors(tokens: Tensor, num_read: int | None = None) -> tuple[Tensor, ...]:
     """Cuts tokens into parts that a function may get as they are.
 
     Args:
         tokens: `[N, size]` of any dtype, on the CPU.
+        num_read: how many numbers of a token the function has at a time, a divisor of `size`; None: all of them.
 
     Returns:
         Parts `[tokens of the part, size]` in the same dtype; the last one ends with tokens of zeros.
     """
-    size = tokens.shape[1]
+    size = num_read or tokens.shape[1]
     step = _WHOLE_VECTORS // math.gcd(_WHOLE_VECTORS, size)
     filled = functional.pad(tokens, (0, 0, 0, -len(tokens) % step))
     return torch.split(filled, max(step, _MAX_UNCUT // (size * step) * step))

@@ -18,7 +18,7 @@ from corolla.kernels.repacking import Panels, empty_panels, lay_out, unpack
 from corolla.kernels.triton.availability import missing
 from corolla.models.linear import this_processor
 from corolla.models.product_rule import AUTO, Way, way_of
-from corolla.models.whole_vectors import apart
+from corolla.models.whole_vectors import in_whole_vectors
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts
@@ -498,10 +498,10 @@ class PackedExperts(nn.Module):
         )
 
     def _gated(self, product: Tensor) -> Tensor:
-        if product.device.type != "cpu" or not hasattr(self, "act_fn"):
+        if product.device.type != "cpu":
             return cast(Tensor, self._gate(self, product))
-        gate, up = product.chunk(2, dim=-1)
-        return apart(cast(nn.Module, self.act_fn), gate) * up
+        parts = in_whole_vectors(product, product.shape[1] // 2)
+        return torch.cat([self._gate(self, part) for part in parts])[: len(product)]
 
     def _product(self, name: str, expert: int, rows: Tensor) -> Tensor:
         weights, bias = getattr(self, name), getattr(self, f"{name}_bias")
