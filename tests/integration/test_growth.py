@@ -79,7 +79,8 @@ async def test_a_limit_beyond_the_context_is_the_rest_of_the_context(swarm: Swar
     await swarm.until_empty()
 
 
-@pytest.mark.kind
+# The simulation has servers fail while answers grow, in each run.
+@pytest.mark.full
 async def test_an_answer_grows_on_a_chain_that_lost_a_server(swarm: Swarm) -> None:
     async with swarm.connect() as client:
         expected = (await client.generate(PROMPT, ignore_eos=True)).token_ids

@@ -40,6 +40,7 @@ from corolla.wire.span import Span
 from tests.adapters import make_adapter
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gguf_files import make_tiny_gguf
+from tests.tiers import quick
 from tests.triton_kernels import DEVICE
 from tests.triton_kernels.ordered_products import install
 from tests.triton_kernels.spans import num_packed_experts, take_packed_product
@@ -156,7 +157,7 @@ def test_steps_launch_what_was_compiled_at_the_start_and_ahead(
     assert served - keys.found == set()
 
 
-@pytest.mark.parametrize("num_outputs", [40, 1000, 9008])
+@pytest.mark.parametrize("num_outputs", quick([40, 1000, 9008], 9008))
 def test_packed_products_of_every_size_are_compiled_at_start(
     keys: Keys, num_outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

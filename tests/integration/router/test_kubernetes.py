@@ -195,7 +195,7 @@ async def test_pods_are_patched_once_with_their_span_and_deletion_cost(
         for name in "abc":
             kubernetes.put(described_pod(name, labels={"app": "x"}))
         await until(lambda: len(kubernetes.patches) >= 3)
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         metadata = {name: pod["metadata"] for name, pod in kubernetes.pods.items()}
         assert {name: each["labels"] for name, each in metadata.items()} == {
             "pod-a": {"app": "x", "corolla.dev/span": "0-5"},
@@ -224,7 +224,7 @@ async def test_of_several_routers_one_writes_and_another_takes_over(
 
     async with serving(server_in(routers[0], model, "a")):
         await tagged(kubernetes)
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         made = [await num_patches(each) for each in routers]
         assert sorted(made) == [0, 0, 1]
         leader = routers[made.index(1)]
@@ -364,7 +364,7 @@ async def test_the_router_skips_forbidden_writes_and_logs_it_once(
             assert await chosen(router, model) == {server.server_id}
         request = pb.DeregisterServerRequest(model=model, server_id=server.server_id, num_moved_sessions=1)
         await router.stub.DeregisterServer(request, timeout=30)
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
     said = [vars(each)["reason"] for each in caplog.records if each.getMessage().startswith("kubernetes")]
     assert said == ["ApiForbidden"]
     assert bool(kubernetes.events) == (call == "patch")

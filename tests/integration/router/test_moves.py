@@ -115,7 +115,7 @@ async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, 
         for each in servers:
             tasks.create_task(live(each))
         await until(lambda: any(each.moves for each in servers))
-        await asyncio.sleep(5)  # there is time for a second move
+        await asyncio.sleep(2.5)  # there is time for a second move
         stop.set()
     assert not watching.done(), "a block was without a server"
     watching.cancel()
