@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -107,12 +107,14 @@ class PartFetcher:
     async def _get(self, files: SharedFiles, wanted: set[PartNumber]) -> None:
         self._num_missing_bytes, self._num_fetched_bytes = len(wanted) * PART_BYTES, 0
         self._began_s = self._loop.time()
+        lacked = defaultdict[str, set[PartNumber]](set)
         while wanted:
             num_wanted, in_order = len(wanted), sorted(wanted)
             links = await self._links()
             for number, link in enumerate(links):
                 first = number * num_wanted // len(links)
-                link.untried.extend(in_order[first:] + in_order[:first])
+                link.lacked = lacked[link.address]
+                link.untried.extend(each for each in in_order[first:] + in_order[:first] if each not in link.lacked)
             try:
                 workers = (self._take_parts(link, files, wanted) for link in links for _ in range(MOST_ASKED))
                 await asyncio.gather(*workers)
@@ -120,6 +122,7 @@ class PartFetcher:
                 for link in links:
                     link.stream.close()
             if len(wanted) == num_wanted:
+                lacked.clear()  # they may have fetched something meanwhile
                 await self._pause(_nothing_from(links))
             else:
                 self._waits_since_s = None
@@ -219,6 +222,7 @@ class _Link:
     Attributes:
         is_over: nothing more is asked for here.
         untried: the parts that may be asked for here, each of them once.
+        lacked: those that the server said to lack.
     """
 
     def __init__(
@@ -232,6 +236,7 @@ class _Link:
         self.address = server.address
         self.is_over = False
         self.untried: deque[PartNumber] = deque()
+        self.lacked: set[PartNumber] = set()
         self._num_absent = 0
         self._digest = digest
         self._timeout_s = timeout_s
@@ -268,10 +273,11 @@ class _Link:
         if content is not None:
             self._num_absent = 0
         elif not self.is_over:
-            self._lacks_one()
+            self._lacks(number)
         return content
 
-    def _lacks_one(self) -> None:
+    def _lacks(self, number: PartNumber) -> None:
+        self.lacked.add(number)
         self._num_absent += 1
         if self._num_absent >= _MOST_ABSENT:
             self.untried.clear()
