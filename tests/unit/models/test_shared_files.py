@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from corolla.chassis.errors import CheckpointError
+from corolla.models import checkpoint as checkpoints
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.gguf import folder as gguf_folder
+from corolla.models.gguf.header import GgufHeader, GgufTensor, raw_bytes
 from corolla.models.manifest_maker import make_manifest
 from corolla.models.model_manifest import PART_BYTES, ModelManifest, PartNumber
 from corolla.models.read_ahead import tensors_of
@@ -19,7 +20,6 @@ from corolla.models.shared_files import SharedFiles
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.gguf_files import rewrite_gguf
 
 CHECKSUM = "0" * 64
 SOUND: dict[str, Any] = {
@@ -75,20 +75,24 @@ def test_a_span_of_a_gguf_file_is_loaded_from_its_parts_alone(tmp_path: Path) ->
 
 
 def test_the_factors_of_a_rotary_embedding_may_lie_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read to find the model's settings, before any weight."""
-    demo = Checkpoint.from_pretrained("demo")
-    monkeypatch.setattr(gguf_folder, "write_tokenizer", lambda header, folder: None)  # takes seconds
-    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "cache"))
-    assert demo.gguf is not None
-    factors = np.ones(demo.config.head_dim // 2, np.float32)
-    path = rewrite_gguf(demo.gguf.path, tmp_path / "late.gguf", tensors={"rope_freqs.weight": factors})
-    whole = Checkpoint.from_pretrained(str(path))
-    copies = Copies(whole, tmp_path / "state")
-    files = copies.files(tmp_path / "there")
-    monkeypatch.setenv("COROLLA_CACHE", str(tmp_path / "there" / "cache"))
-    checkpoint = Checkpoint.from_pretrained(str(files.path), shared=files)
-    assert checkpoint.config.rope_parameters == whole.config.rope_parameters
-    assert max(copies.numbers).part > len(copies.numbers)
+    """The settings of a GGUF file are found with them, so they are fetched before its weights."""
+    whole = Checkpoint.from_pretrained("demo")
+    assert whole.gguf is not None
+    files = Copies(whole, tmp_path / "state").files(tmp_path / "there")
+    start = files.path.stat().st_size - 16
+    factors = GgufTensor(files.path, (4,), 0, start, 16)
+    header = replace(whole.gguf.header, tensors={**whole.gguf.header.tensors, "rope_freqs.weight": factors})
+    found: list[bytes] = []
+
+    def settings_folder(header: GgufHeader) -> Path:
+        found.append(raw_bytes(header.tensors["rope_freqs.weight"], 0, 16))
+        raise CheckpointError("that is enough")
+
+    monkeypatch.setattr(checkpoints, "read_header_of_gguf", lambda path: header)
+    monkeypatch.setattr(checkpoints, "settings_folder", settings_folder)
+    with pytest.raises(CheckpointError, match="enough"):
+        Checkpoint.from_pretrained(str(files.path), shared=files)
+    assert found == [raw_bytes(replace(factors, path=whole.gguf.path), 0, 16)] != [bytes(16)]
 
 
 @pytest.mark.full
