@@ -66,8 +66,7 @@ class PartFetcher:
         self._running: set[Future[Any]] = set()
         self._is_stopped = False
         self._liars: set[str] = set()
-        self._waits_since_s: float | None = None
-        self._has_said_why = False
+        self._brought_s, self._has_said_why = 0.0, False
         self._num_missing_bytes = self._num_fetched_bytes = 0
         self._began_s = 0.0
 
@@ -107,6 +106,7 @@ class PartFetcher:
     async def _get(self, files: SharedFiles, wanted: set[PartNumber]) -> None:
         self._num_missing_bytes, self._num_fetched_bytes = len(wanted) * PART_BYTES, 0
         self._began_s = self._loop.time()
+        self._note_progress()
         lacked = defaultdict[str, set[PartNumber]](set)
         while wanted:
             num_wanted, in_order = len(wanted), sorted(wanted)
@@ -125,7 +125,7 @@ class PartFetcher:
                 lacked.clear()  # they may have fetched something meanwhile
                 await self._pause(_nothing_from(links))
             else:
-                self._waits_since_s = None
+                self._note_progress()
 
     async def _take_parts(self, link: "_Link", files: SharedFiles, wanted: set[PartNumber]) -> None:
         while (number := link.next_of(wanted)) is not None:
@@ -144,6 +144,7 @@ class PartFetcher:
                     wanted.add(number)
 
     async def _get_manifest(self) -> bytes:
+        self._note_progress()
         while True:
             links = await self._links()
             try:
@@ -152,7 +153,6 @@ class PartFetcher:
                         continue
                     digest = await asyncio.to_thread(hashlib.sha256, content)
                     if digest.digest() == self._digest:
-                        self._waits_since_s = None
                         return content
                     self._leave_liar(link)
             finally:
@@ -191,12 +191,12 @@ class PartFetcher:
                 else "none serves yet"
             )
 
+    def _note_progress(self) -> None:
+        self._brought_s, self._has_said_why = self._loop.time(), False
+
     async def _pause(self, reason: str) -> None:
-        """Waits after a try that brought nothing, and logs the reason if that has lasted."""
-        now_s = self._loop.time()
-        if self._waits_since_s is None:
-            self._waits_since_s, self._has_said_why = now_s, False
-        if not self._has_said_why and now_s - self._waits_since_s >= self._notice_s:
+        """Waits after a try that brought nothing, and logs the reason if nothing has come for long."""
+        if not self._has_said_why and self._loop.time() - self._brought_s >= self._notice_s:
             log.warning("waiting for a block server that has the model's files: %s", reason)
             self._has_said_why = True
         await asyncio.sleep(self._retry_s)

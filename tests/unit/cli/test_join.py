@@ -6,7 +6,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,7 +23,9 @@ from corolla.cli.join import (
 )
 from corolla.cli.up import run_up
 from corolla.issuer.register_file import RegisterFile
-from corolla.local.model_fetch import ModelFacts
+from corolla.local.fork_server import ForkServer
+from corolla.local.log_files import LogFile
+from corolla.local.model_fetch import ModelFacts, facts_of
 from corolla.local.options import StackOptions
 from corolla.local.supervisor import Report
 from corolla.v1 import common_pb2, router_pb2
@@ -133,6 +135,18 @@ def test_a_full_disk_is_named_by_the_variable_that_moves_it(
     given = replace(options(state), environment=environment)
     with pytest.raises(StartupError, match=variable):
         checked_capacity(replace(FACTS, disk_bytes=0), given, "auto", 0)
+
+
+def test_what_is_waited_for_while_the_model_is_looked_for_is_said_at_once(state: Path) -> None:
+    class Ended:
+        def is_gone(self, name: str) -> bool:
+            return True
+
+    log, said = LogFile(state / "model.log"), list[str]()
+    log.path.write_text('a line\n{"event": "warning", "message": "waiting"}\n{"event": "failed", "message": "no"}\n')
+    with pytest.raises(StartupError, match="no"):
+        facts_of(cast(ForkServer, Ended()), log, lambda: None, said.append)
+    assert said == ["waiting"]
 
 
 def test_another_model_is_refused_before_weights_are_read() -> None:
