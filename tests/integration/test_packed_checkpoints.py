@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, Any]] = {
 }
 
 
+ON_ONE_HOP = "gptq-act-order"
 # Units expand one of each way in which numbers and scales are stored; these are the ways to lay out their parts.
 KINDS = ("awq", "bnb-nf4", "ct-fp8-blocks")
 
@@ -44,7 +45,9 @@ async def test_chains_answer_as_the_expanded_model(tmp_path: Path, name: str) ->
         references[0].logits[0], Unsplit(tmp_path / "source").generate(STREAMS[0][0], 1, ignore_eos=True).logits[0]
     )
     async with AsyncExitStack() as stack:
-        swarms = [Swarm(tmp_path, packed, chain, server={"kv_cache_mib": 16}) for chain in CHAINS]
+        # A chain of one hop goes the same way with all others.
+        chains = CHAINS if name == ON_ONE_HOP else CHAINS[-1:]
+        swarms = [Swarm(tmp_path, packed, chain, server={"kv_cache_mib": 16}) for chain in chains]
         await asyncio.gather(*(stack.enter_async_context(swarm) for swarm in swarms))
         for swarm in swarms:
             async with swarm.connect() as client:
@@ -63,7 +66,7 @@ async def test_the_placement_says_what_was_expanded_and_chains_mix_no_formats(tm
     packed, expanded = make_packed_checkpoint("llama", tmp_path, FORMATS["gptq"]())
     same_name = expanded.rename(tmp_path / "elsewhere").joinpath(packed.name)
     shutil.copytree(same_name.parent, same_name, ignore=shutil.ignore_patterns(packed.name))
-    async with Swarm(tmp_path, packed, ["0:2", "2:4"]) as swarm:
+    async with Swarm(tmp_path, packed, ["0:2", "2:4"], client={"recovery_patience_s": 1.0}) as swarm:
         await swarm.add_server("0:2", model=str(same_name))
         facts = placement_facts(await swarm.placement(packed.name), 0)
         assert sorted(each["dtype"] for each in facts["servers"]) == ["float32", *["float32: gptq expanded"] * 2]
