@@ -66,7 +66,7 @@ class Joined:
         credentials = folder / "credentials"
         credentials.mkdir()
         (credentials / "token").write_text(token)
-        assert {"Environment=XDG_STATE_HOME=%S", "Environment=COROLLA_CACHE=%C/corolla"} < set(unit().splitlines())
+        assert {"Environment=XDG_STATE_HOME=%S", "Environment=XDG_CACHE_HOME=%C"} < set(unit().splitlines())
         variable, path = re.findall(r"^Environment=(COROLLA_JOIN\w+)=(.*)$", unit(), re.MULTILINE)[0]
         (started,) = re.findall(r"^ExecStart=(.*)$", unit(), re.MULTILINE)
         program, *arguments = shlex.split(started)
