@@ -29,9 +29,11 @@ from corolla.chassis.errors import (
     Unauthenticated,
 )
 from corolla.chassis.settings import load
+from corolla.cli.enrolment import enrolled
 from corolla.issuer.attempts import MOST_REFUSALS, Attempts
 from corolla.issuer.register import CERTIFICATE_LIFETIME_S, Register
 from corolla.issuer.register_file import RegisterFile
+from corolla.issuer.role_tokens import ROLES, RoleTokens
 from corolla.issuer.service import IssuerProcess
 from corolla.issuer.servicer import IssuerServicer
 from corolla.issuer.settings import IssuerSettings
@@ -54,19 +56,23 @@ from corolla.trust.workload import Role, Workload
 from corolla.v1 import issuer_pb2 as pb
 from corolla.v1.issuer_pb2_grpc import IssuerServiceStub
 from corolla.wire.network import Network
+from tests.integration.waiting import until
 
 
 class Place:
     """A running issuer, and its state folder."""
 
-    def __init__(self, folder: Path, role: Role = Role.ISSUER) -> None:
+    def __init__(self, folder: Path, role: Role = Role.ISSUER, pods_dir: Path | None = None, port: int = 0) -> None:
         self._folder = folder
         self.state = folder / "state"
-        self.file = RegisterFile(self.state)
-        self.file.authority.issue(folder / "tls", Workload("local", role, "own"), ("127.0.0.1", "localhost"))
+        self.file = RegisterFile(self.state, None if pods_dir is None else Authority.read_from(pods_dir))
+        tls_dir = None
+        if role is not Role.ISSUER:
+            tls_dir = folder / "tls"
+            self.file.authority.issue(tls_dir, Workload("local", role, "own"), ("127.0.0.1", "localhost"))
         settings = load(
-            IssuerSettings, host="127.0.0.1", port=0, metrics_host="127.0.0.1", tls_dir=folder / "tls",
-            authority_dir=self.state, router="192.168.1.10:50050",
+            IssuerSettings, host="127.0.0.1", port=port, metrics_host="127.0.0.1", tls_dir=tls_dir,
+            authority_dir=self.state, router="192.168.1.10:50050", pods_dir=pods_dir, redis="redis",
         )  # fmt: skip
         self.process = IssuerProcess(settings)
         self.address = f"127.0.0.1:{self.process.port}"
@@ -356,6 +362,120 @@ async def test_a_token_goes_to_no_issuer_of_another_stack(place: Place, tmp_path
     closed = Membership("127.0.0.1:1", tmp_path / "closed")
     with pytest.raises(ServiceUnavailable, match="refused"):
         await asyncio.to_thread(closed.enrol, other)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Place]:
+    """An issuer with the authority and the tokens of a release."""
+    RoleTokens.make(tmp_path / "pods")
+    place = Place(tmp_path, pods_dir=tmp_path / "pods")
+    await place.process.start()
+    yield place
+    await place.process.stop()
+
+
+def token_of(place: Place, role: Role) -> JoinToken:
+    token = JoinToken.parse((place.state.parent / "pods" / f"{role.value}.token").read_text())
+    assert token is not None
+    return token
+
+
+def names_in(certificate: bytes) -> tuple[Workload | None, list[str]]:
+    found = x509.load_pem_x509_certificate(certificate)
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return workload_of_certificate(found), names.get_values_for_type(x509.DNSName)
+
+
+async def test_the_token_of_a_role_gives_certificates_of_that_role_for_ever(
+    cluster: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ROLES:
+        token, pod = token_of(cluster, role), cluster.membership(role.value)
+        await asyncio.to_thread(pod.enrol_pod, token)
+        first = (pod.folder / CERTIFICATE_FILE).read_bytes()
+        own, names = names_in(first)
+        assert own is not None
+        assert own.role is role
+        # An address in digits is none of DNS.
+        assert names == (["redis"] if role is Role.REDIS else [])
+        key = (pod.folder / KEY_FILE).read_bytes()
+        await asyncio.to_thread(pod.follow, token)
+        assert (pod.folder / CERTIFICATE_FILE).read_bytes() == first
+        # A renewal, also after a new start, keeps name and key, so that one file changes.
+        with monkeypatch.context() as later:
+            later_s = time.time() + CERTIFICATE_LIFETIME_S / 2 + 120
+            later.setattr(time, "time", lambda later_s=later_s: later_s)
+            await asyncio.to_thread(pod.follow, token)
+        second = (pod.folder / CERTIFICATE_FILE).read_bytes()
+        assert second != first
+        assert names_in(second)[0] == own
+        assert (pod.folder / KEY_FILE).read_bytes() == key
+        another = cluster.membership(f"another-{role.value}")
+        other, _ = names_in((await asyncio.to_thread(another.enrol, token)).certificate)
+        assert other is not None
+        assert (other.role, other.name == own.name) == (role, False)
+        for each in (pod, another):
+            each.close()
+    # Pods come and go without end, so the issuer keeps nothing of them.
+    assert cluster.file.register().machines == []
+
+
+async def test_a_changed_token_of_a_role_counts_at_once_and_the_old_one_no_longer(cluster: Place) -> None:
+    old = token_of(cluster, Role.BLOCK)
+    assert "does not know the token" in await cluster.refused(forged(old, secret=bytes(32)))
+    assert "does not know the token" in await cluster.refused(forged(old, id="0" * 16))
+    file = cluster.state.parent / "pods" / "block.token"
+    file.unlink()
+    RoleTokens.make(file.parent)
+    assert "does not know the token" in await cluster.refused(old)
+    new = token_of(cluster, Role.BLOCK)
+    assert new.authority == old.authority
+    pod = cluster.membership()
+    assert (await asyncio.to_thread(pod.enrol, new)).role == "block"
+    pod.close()
+    # A key without a token is not known, though it has a certificate.
+    with pytest.raises(Unauthenticated):
+        await asyncio.to_thread(pod.enrol)
+
+
+async def test_a_pod_waits_for_its_issuer_once_and_starts_without_it_later(
+    cluster: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "tls"
+    folder.parent.mkdir()
+    monkeypatch.setenv("COROLLA_JOIN_TOKEN_FILE", str(tmp_path / "pods" / "client.token"))
+    monkeypatch.setenv("COROLLA_TLS_DIR", str(folder))
+    port, address = cluster.process.port, cluster.address
+    await cluster.process.stop()
+    waiting = asyncio.create_task(asyncio.to_thread(enrolled, address))
+    await until(lambda: folder.exists())
+    assert not waiting.done()
+    with monkeypatch.context() as others:
+        others.delenv("COROLLA_TLS_DIR")
+        cluster = Place(tmp_path, pods_dir=tmp_path / "pods", port=port)
+    await cluster.process.start()
+    (await waiting).close()
+    certificate = (folder / CERTIFICATE_FILE).read_bytes()
+    await cluster.process.stop()
+    (await asyncio.to_thread(enrolled, address)).close()
+    assert (folder / CERTIFICATE_FILE).read_bytes() == certificate
+    with monkeypatch.context() as patched:
+        patched.setenv("COROLLA_JOIN_TOKEN_FILE", str(tmp_path / "nowhere"))
+        with pytest.raises(StartupError, match="cannot be read"):
+            await asyncio.to_thread(enrolled, address)
+
+
+async def test_the_issuer_replaces_its_own_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corolla.issuer.service.CERTIFICATE_LIFETIME_S", 1)
+    place = Place(tmp_path)
+    await place.process.start()
+    try:
+        own = place.state / "issuer" / CERTIFICATE_FILE
+        first = own.read_bytes()
+        await until(lambda: own.read_bytes() != first)
+        assert names_in(first)[0] == Workload("local", Role.ISSUER, "issuer")
+    finally:
+        await place.process.stop()
 
 
 async def test_tokens_stand_in_no_log(place: Place, caplog: pytest.LogCaptureFixture) -> None:

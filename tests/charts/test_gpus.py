@@ -112,5 +112,5 @@ def test_a_pod_is_not_restarted_and_gets_no_traffic_while_it_loads() -> None:
     (container,) = pod_specs(objects)[NAME]["containers"]
     assert container["startupProbe"]["tcpSocket"] == container["livenessProbe"]["tcpSocket"] == {"port": 50053}
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 7200
-    assert container["readinessProbe"]["grpc"] == {"port": 50053}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": 9464}
     assert named(objects, "Deployment", NAME)["spec"]["progressDeadlineSeconds"] > 7200

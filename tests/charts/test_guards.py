@@ -11,7 +11,8 @@ from tests.charts.rendering import CHART, Object, Refused, named, pod_specs, ren
 from tests.charts.test_values import TOKENS, merged
 
 KEYS: Final[Object] = {"client": {"apiKeys": {"existingSecret": "keys"}}}
-CERTIFICATES: Final[Object] = {"tls": {"enabled": True, "certManager": {"issuer": "authority"}}}
+CERTIFICATES: Final[Object] = {"tls": {"certManager": {"issuer": "authority"}}}
+IN_THE_CLEAR: Final[Object] = {"tls": {"enabled": False}}
 NO_POLICIES: Final[Object] = {"networkPolicy": {"enabled": False}}
 SERVICES: Final = ("rel-corolla-router", "rel-corolla-block-server-main", "rel-corolla-client")
 
@@ -121,21 +122,27 @@ def test_routers_take_block_servers_of_the_releases_model_only(model: Object, ex
 @pytest.mark.parametrize("name", SERVICES)
 def test_pods_that_only_policies_guard_are_so_on_purpose(name: str) -> None:
     everything = merged(merged(CERTIFICATES, KEYS), {"client": {"tls": {"existingSecret": "public"}}})
-    assert settings({}, name)["COROLLA_INSECURE"] == "true"
+    assert settings(IN_THE_CLEAR, name)["COROLLA_INSECURE"] == "true"
     for values in (everything, merged(everything, NO_POLICIES)):
         assert "COROLLA_INSECURE" not in settings(values, name)
+    # Callers alone are not asked who they are, unless values say otherwise.
+    assert ("COROLLA_INSECURE" in settings({}, name)) == (name == "rel-corolla-client")
 
 
 @pytest.mark.parametrize(
     "values, says",
     [
-        ({}, "without networkPolicy.enabled and"),
+        (IN_THE_CLEAR, "without networkPolicy.enabled and"),
+        ({}, "client.tls.existingSecret and auth.mode"),
         (CERTIFICATES, "client.tls.existingSecret and auth.mode"),
         (merged(CERTIFICATES, KEYS), "client.tls.existingSecret and auth.mode"),
         (merged(CERTIFICATES, {"client": {"tls": {"existingSecret": "public"}}}), "client.tls.existingSecret and auth"),
-        ({"client": {"settings": {"insecure": True}}}, "without networkPolicy.enabled and tls.enabled"),
+        (
+            merged(IN_THE_CLEAR, {"client": {"settings": {"insecure": True}}}),
+            "without networkPolicy.enabled and tls.enabled",
+        ),
     ],
-    ids=["nothing", "callers are not asked", "keys in the clear", "encrypted for everybody", "the others"],
+    ids=["nothing", "defaults", "callers are not asked", "keys in the clear", "encrypted for everybody", "the others"],
 )
 def test_pods_that_nothing_guards_are_refused(values: Object, says: str) -> None:
     with pytest.raises(Refused, match=says):
@@ -144,5 +151,6 @@ def test_pods_that_nothing_guards_are_refused(values: Object, says: str) -> None
 
 def test_pods_that_nothing_guards_are_rendered_for_those_who_insist() -> None:
     insist = {"settings": {"insecure": True}}
-    values = merged(NO_POLICIES, {"router": insist, "client": insist, "blockServer": {"defaults": insist}})
+    insisting = {"router": insist, "client": insist, "blockServer": {"defaults": insist}}
+    values = merged(merged(NO_POLICIES, IN_THE_CLEAR), insisting)
     assert [settings(values, name)["COROLLA_INSECURE"] for name in SERVICES] == ["true"] * 3

@@ -16,15 +16,19 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic_settings import BaseSettings
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import StoreUnavailable
 from corolla.chassis.settings import PREFIX
 from corolla.client.settings import ClientSettings
 from corolla.client.text.bounded_worker import MOST_BYTES
+from corolla.issuer.settings import IssuerSettings
 from corolla.local.redis_server import find_redis_server
 from corolla.router.cluster.pods import COST_ANNOTATION, SPAN_LABEL
 from corolla.router.metrics import RouterMetrics
+from corolla.router.redis_address import connect
 from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
 from tests.charts.rendering import (
@@ -44,10 +48,12 @@ from tests.charts.rendering import (
     quantity,
     render,
 )  # fmt: skip
+from tests.charts.test_values import ENROLMENT
 from tests.integration.waiting import until
 
 FOREIGN_KINDS: Final = {"Certificate", "ScaledObject", "ServiceMonitor", "PrometheusRule"}
-TLS: Final[Object] = {"tls": {"enabled": True, "certManager": {"issuer": "corolla"}}}
+BY_CERT_MANAGER: Final[Object] = {"tls": {"certManager": {"issuer": "corolla"}}}
+IN_THE_CLEAR: Final[Object] = {"tls": {"enabled": False}}
 NEWEST: Final = ".".join([*kubernetes_validate.latest_version().split(".")[:2], "0"])
 ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.stem)
 
@@ -78,7 +84,7 @@ def test_every_object_is_valid_for_the_api(file: Path, kubernetes: str) -> None:
 
 
 def test_an_old_cluster_gets_kinds_and_probes_that_it_knows() -> None:
-    old = render({"client": {"autoscaling": {"enabled": True}}}, kubernetes=OLDEST, apis=())
+    old = render({**IN_THE_CLEAR, "client": {"autoscaling": {"enabled": True}}}, kubernetes=OLDEST, apis=())
     versions = {each["kind"]: each["apiVersion"] for each in old}
     assert versions["PodDisruptionBudget"] == "policy/v1beta1"
     assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
@@ -116,38 +122,94 @@ def test_block_servers_find_adapters_on_a_volume() -> None:
 
 
 def test_a_pod_that_asks_for_certificates_is_asked_for_its_health_without_one() -> None:
-    specs = pod_specs(render(TLS))
-    for name, probed in (("router", "httpGet"), ("block-server-main", "httpGet"), ("client", "grpc")):
+    specs = pod_specs(render())
+    probes = {"router": "httpGet", "block-server-main": "httpGet", "issuer": "httpGet", "client": "grpc"}
+    for name, probed in probes.items():
         assert probed in specs[f"rel-corolla-{name}"]["containers"][0]["readinessProbe"], name
-    public = pod_specs(render({**TLS, "client": {"tls": {"existingSecret": "public"}}}))
+    public = pod_specs(render({"client": {"tls": {"existingSecret": "public"}}}))
     probe = public["rel-corolla-client"]["containers"][0]["readinessProbe"]
     assert probe["httpGet"] == {"path": "/health", "port": 9464}
 
 
-def test_every_kind_of_pod_has_the_certificate_of_its_role() -> None:
-    objects = render(TLS)
+def test_every_pod_enrols_by_the_token_of_its_role_and_only_the_issuer_has_the_authority() -> None:
+    roles = {"router": "router", "client": "client", "block-server-main": "block", "redis": "redis"}
+    objects = render()
+    assert not of_kind(objects, "Certificate")
+    for name, spec in pod_specs(objects).items():
+        role = roles.get(name.removeprefix("rel-corolla-"))
+        held = [each["secret"] for each in spec["volumes"] if "rel-corolla-identities" in json.dumps(each)]
+        whole = {"secretName": "rel-corolla-identities", "defaultMode": 0o440}
+        own = {**whole, "items": [{"key": f"{role}.token", "path": "token"}]}
+        assert held == ([whole] if name == "rel-corolla-issuer" else [own] if role else []), name
+        for container in spec["containers"] if role else []:
+            mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+            assert mounts["certificates"] == "/run/corolla"
+            # Redis itself does not enrol.
+            assert mounts.get("token") == (None if container["name"] == "redis" else "/etc/corolla/token")
+    redis = pod_specs(objects)["rel-corolla-redis"]["containers"][1]
+    given = [{each["name"]: each["value"] for each in redis["env"]}]
+    given += [named(objects, "ConfigMap", f"rel-corolla-{name}")["data"] for name in roles if name != "redis"]
+    for each in given:
+        assert each["COROLLA_TLS_DIR"] == "/run/corolla/tls"
+        assert each["COROLLA_ISSUER"] == "rel-corolla-issuer:50054"
+        assert each["COROLLA_JOIN_TOKEN_FILE"] == "/etc/corolla/token/token"
+    issuer = named(objects, "ConfigMap", "rel-corolla-issuer")["data"]
+    assert "COROLLA_ISSUER" not in issuer
+    # The callers of routers and of Redis check these names.
+    assert given[1]["COROLLA_ISSUER"] in {
+        f"{each['metadata']['name']}:{port['port']}"
+        for each in of_kind(objects, "Service")
+        for port in each["spec"]["ports"]
+    }
+    assert named(objects, "ConfigMap", "rel-corolla-client")["data"]["COROLLA_ROUTER"] == (
+        f"dns:///{issuer['COROLLA_ROUTER']}"
+    )
+    assert redis_address(objects) == f"rediss://{issuer['COROLLA_REDIS']}:6379/0?ssl_ca_certs=/run/corolla/tls/ca.crt"
+
+
+def redis_address(objects: list[Object]) -> str:
+    env = {each["name"]: each for each in pod_specs(objects)["rel-corolla-router"]["containers"][0]["env"]}
+    return str(env["COROLLA_REDIS_URL"]["value"])
+
+
+def test_a_router_checks_the_name_of_redis() -> None:
+    client = connect(redis_address(render()), Retry(NoBackoff(), 0), timeout_s=1, answer_s=1)
+    made: Any = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    assert made.check_hostname
+    assert made.ca_certs == "/run/corolla/tls/ca.crt"
+
+
+def test_cert_manager_makes_the_certificate_of_each_role() -> None:
+    objects = render(BY_CERT_MANAGER)
     certificates = of_kind(objects, "Certificate")
     assert {each["spec"]["secretName"]: each["spec"]["uris"] for each in certificates} == {
         "rel-corolla-router-tls": ["spiffe://corolla/router/rel-corolla"],
         "rel-corolla-block-server-tls": ["spiffe://corolla/block/rel-corolla"],
         "rel-corolla-client-tls": ["spiffe://corolla/client/rel-corolla"],
+        "rel-corolla-redis-tls": ["spiffe://corolla/redis/rel-corolla"],
     }
     (router,) = (each for each in certificates if each["metadata"]["name"] == "rel-corolla-router")
     target = named(objects, "ConfigMap", "rel-corolla-client")["data"]["COROLLA_ROUTER"]
     assert target == f"dns:///{router['spec']['dnsNames'][0]}:50050"
-    for name in ("router", "client", "block-server-main"):
+    (redis,) = (each for each in certificates if each["metadata"]["name"] == "rel-corolla-redis")
+    (name,) = redis["spec"]["dnsNames"]
+    assert redis_address(objects) == f"rediss://{name}:6379/0?ssl_ca_certs=/etc/corolla/tls/ca.crt"
+    for name in ("router", "client", "block-server-main", "redis"):
         spec = pod_specs(objects)[f"rel-corolla-{name}"]
         (volume,) = (each for each in spec["volumes"] if each["name"] == "tls")
         assert volume["secret"]["secretName"] == f"rel-corolla-{name.removesuffix('-main')}-tls"
+        if name == "redis":
+            continue
         assert named(objects, "ConfigMap", f"rel-corolla-{name}")["data"]["COROLLA_TLS_DIR"] == "/etc/corolla/tls"
 
 
 def test_given_certificates_need_no_issuer_and_all_others_do() -> None:
-    given = {"router": "a", "blockServer": "b", "client": "c"}
-    objects = render({"tls": {"enabled": True, "existingSecrets": given}})
+    given = {"router": "a", "blockServer": "b", "client": "c", "redis": "d"}
+    objects = render({"tls": {"existingSecrets": given}})
     assert not of_kind(objects, "Certificate")
-    with pytest.raises(Refused, match=r"name Secrets in tls\.existingSecrets, or an issuer"):
-        render({"tls": {"enabled": True}})
+    assert "rel-corolla-issuer" not in pod_specs(objects)
+    with pytest.raises(Refused, match=r"tls\.existingSecrets names no Secret for the kind of pod redis"):
+        render({"tls": {"existingSecrets": {**given, "redis": ""}}})
 
 
 def test_autoscaling_without_keda_is_refused() -> None:
@@ -304,7 +366,7 @@ def test_images_are_named_by_digest_where_there_is_one() -> None:
     objects = render({"image": {"server": "corolla-server", "tag": "1", "digest": {"server": digest}}})
     images = {name: {each["image"] for each in spec["containers"]} for name, spec in pod_specs(objects).items()}
     assert images.pop("rel-corolla-block-server-main") == {f"corolla-server@{digest}"}
-    assert images.pop("rel-corolla-redis") == {"redis:7.2-bookworm"}
+    assert images.pop("rel-corolla-redis") == {"redis:7.2-bookworm", "corolla-client:1"}
     # Only what computes pulls the image with torch, which has 6 GB for GPUs.
     assert set(images) >= {"rel-corolla-router", "rel-corolla-client"}
     assert set(map(frozenset, images.values())) == {frozenset({"corolla-client:1"})}
@@ -329,10 +391,11 @@ def test_the_router_watches_the_block_servers_of_its_release_and_knows_its_own_p
     assert "COROLLA_POD_UID" in {each["name"] for each in server["env"]}
 
 
-COMPONENTS: Final = ("block-server", "client", "redis", "router", "test")
+COMPONENTS: Final = ("block-server", "client", "issuer", "redis", "router", "test")
 SERVICES: Final[dict[str, type[BaseSettings]]] = {
     "block-server": BlockServerSettings,
     "client": ClientSettings,
+    "issuer": IssuerSettings,
     "router": RouterSettings,
 }
 PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -340,6 +403,7 @@ METRICS: Final = 9464
 PORTS: Final[dict[str, dict[str, int]]] = {
     "block-server": {"data": 50052, "grpc": 50053, "metrics": METRICS},
     "client": {"grpc": 50051, "http": 8080, "metrics": METRICS},
+    "issuer": {"grpc": 50054, "metrics": METRICS},
     "redis": {"redis": 6379},
     "router": {"grpc": 50050, "metrics": METRICS},
     "test": {},
@@ -350,8 +414,7 @@ def container_of(objects: list[Object], component: str) -> Object:
     (name, *_) = [
         name for name, labels in pod_labels(objects).items() if labels["app.kubernetes.io/component"] == component
     ]
-    (container,) = pod_specs(objects)[name]["containers"]
-    return dict(container)
+    return dict(pod_specs(objects)[name]["containers"][0])
 
 
 def ports_of(objects: list[Object], component: str) -> dict[str, int]:
@@ -383,7 +446,9 @@ def test_services_listen_on_the_ports_of_their_containers(values: Object) -> Non
             if each["metadata"]["labels"]["app.kubernetes.io/component"] == component
         ]
         given = {
-            name.removeprefix(PREFIX).lower(): value for name, value in variables.items() if name.startswith(PREFIX)
+            name.removeprefix(PREFIX).lower(): value
+            for name, value in variables.items()
+            if name.startswith(PREFIX) and name not in ENROLMENT
         }
         settings = model(**given)
         listens = {"grpc": "port", "metrics": "metrics_port"}
@@ -397,8 +462,8 @@ def test_services_listen_on_the_ports_of_their_containers(values: Object) -> Non
 @pytest.mark.parametrize("values", [{}, {"router": {"port": 1234}}], ids=["plain", "moved"])
 @pytest.mark.parametrize("kubernetes", [OLDEST, CURRENT])
 def test_probes_ask_at_the_port_of_grpc(values: Object, kubernetes: str) -> None:
-    objects = render(values, kubernetes=kubernetes)
-    for component in SERVICES:
+    objects = render({**values, **IN_THE_CLEAR}, kubernetes=kubernetes)
+    for component in SERVICES.keys() - {"issuer"}:
         container = container_of(objects, component)
         port = ports_of(objects, component)["grpc"]
         assert {probe: asked(container[probe]) for probe in PROBES} == dict.fromkeys(PROBES, port), component
@@ -464,6 +529,7 @@ def test_connections_are_admitted_at_both_ends_and_no_others() -> None:
     assert calls == {
         ("block-server", "block-server", 50052), ("block-server", "router", 50050), ("client", "block-server", 50052),
         ("client", "router", 50050), ("router", "redis", 6379), ("test", "client", 50051), ("test", "client", METRICS),
+        *((caller, "issuer", 50054) for caller in ("block-server", "client", "redis", "router")),
     }  # fmt: skip
     for caller, called, port in calls:
         admits = admitted(objects, called, "ingress")
@@ -483,7 +549,8 @@ def test_only_pods_that_load_the_model_reach_the_hub_and_only_the_router_the_api
         component: {port for called, port in admitted(objects, component, "egress") if called == "any"} - {53}
         for component in COMPONENTS
     }
-    assert beyond == {"block-server": {443}, "client": {443}, "router": {443, 6443}, "redis": set(), "test": set()}
+    expected = {"block-server": {443}, "client": {443}, "router": {443, 6443}}
+    assert beyond == {**{each: set() for each in COMPONENTS}, **expected}
 
 
 @pytest.mark.parametrize("endpoint, port", [("http://collector.a:4317", 4317), ("https://collector", 443)])
@@ -494,13 +561,12 @@ def test_all_services_send_traces_to_the_collector_and_no_other_pod_reaches_it(e
         "tracing": {"endpoint": endpoint, "sampleRatio": 0.25, "headers": {"existingSecret": "collector"}},
     }
     objects = render(values)
-    services = ("block-server", "client", "router")
+    services = ("block-server", "client", "issuer", "router")
     for component in COMPONENTS:
         beyond = {port for called, port in admitted(objects, component, "egress") if called == "any"} - {53}
         assert beyond == ({port} if component in services else set())
     for name, spec in pod_specs(objects).items():
-        (container,) = spec["containers"]
-        given = {each["name"]: each for each in container.get("env", ())}
+        given = {each["name"]: each for each in spec["containers"][0].get("env", ())}
         is_service = any(name.startswith(f"rel-corolla-{service}") for service in services)
         assert ("OTEL_EXPORTER_OTLP_HEADERS" in given) == is_service, name
         if is_service:
@@ -568,7 +634,7 @@ PASSWORD: Final = "a/b@c:d#e%2F \"f\\g'h$i`"
 
 
 def test_redis_takes_any_password_knows_its_memory_limit_and_ends_on_sigterm(tmp_path: Path) -> None:
-    (container,) = pod_specs(render())["rel-corolla-redis"]["containers"]
+    (container,) = pod_specs(render(IN_THE_CLEAR))["rel-corolla-redis"]["containers"]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (script,) = container["args"]
@@ -605,8 +671,8 @@ async def room_of_redis(port: int) -> int:
 
 
 def test_the_router_gets_the_password_of_redis_unchanged() -> None:
+    assert redis_address(render(IN_THE_CLEAR)) == "redis://rel-corolla-redis:6379/0"
     env = {each["name"]: each for each in pod_specs(render())["rel-corolla-router"]["containers"][0]["env"]}
-    assert env["COROLLA_REDIS_URL"]["value"] == "redis://rel-corolla-redis:6379/0"
     assert env["COROLLA_REDIS_PASSWORD"]["valueFrom"]["secretKeyRef"] == {
         "name": "rel-corolla-redis",
         "key": "password",
@@ -646,7 +712,8 @@ def test_prometheus_finds_every_service_that_has_metrics() -> None:
         for each in of_kind(objects, "Service")
         if wanted.items() <= each["metadata"]["labels"].items()
     ]
-    assert sorted(found) == ["rel-corolla-block-server", "rel-corolla-client-pods", "rel-corolla-router"]
+    components = ("block-server", "client-pods", "issuer", "router")
+    assert sorted(found) == [f"rel-corolla-{each}" for each in components]
 
 
 def test_settings_roll_the_pods_that_read_them() -> None:

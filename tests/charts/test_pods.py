@@ -16,6 +16,7 @@ KINDS: Final = {
     "blockServer.defaults": ("rel-corolla-block-server-main", "block-server"),
     "blockServer.pools.large": ("rel-corolla-block-server-large", "block-server"),
     "router": ("rel-corolla-router", "router"),
+    "issuer": ("rel-corolla-issuer", "issuer"),
     "client": ("rel-corolla-client", "client"),
     "redis": ("rel-corolla-redis", "redis"),
     "test": ("rel-corolla-test-generation", "generation"),
@@ -49,7 +50,7 @@ def specs_with(path: str, values: Object, **options: Any) -> dict[str, Object]:
 @every_kind
 def test_each_kind_of_pod_and_each_pool_takes_what_is_added(path: str) -> None:
     name, main = KINDS[path]
-    (container, extra), spec = (found := specs_with(path, ADDED))[name]["containers"], found[name]
+    (container, *own, extra), spec = (found := specs_with(path, ADDED))[name]["containers"], found[name]
     before = pod_specs(render(BASE))[name]
     assert container["name"] == main
     for field in ("affinity", "nodeSelector", "priorityClassName", "tolerations", "hostAliases"):
@@ -58,7 +59,8 @@ def test_each_kind_of_pod_and_each_pool_takes_what_is_added(path: str) -> None:
     assert [extra] == ADDED["extraContainers"]
     assert spec["imagePullSecrets"] == [{"name": "own"}, {"name": "other"}]
     # What the chart has stays, and comes first, so that what is added takes precedence.
-    (plain,) = before["containers"]
+    plain, *own_before = before["containers"]
+    assert own == own_before
     for field, given in (("env", "extraEnv"), ("envFrom", "envFrom"), ("volumeMounts", "extraVolumeMounts")):
         assert container[field] == [*plain.get(field, []), *ADDED[given]], field
     assert spec["volumes"] == [*before.get("volumes", []), *ADDED["extraVolumes"]]
@@ -93,6 +95,7 @@ SERVICES: Final = {
     "router.service": "rel-corolla-router",
     "client.service": "rel-corolla-client",
     "client.headlessService": "rel-corolla-client-pods",
+    "issuer.service": "rel-corolla-issuer",
     "redis.service": "rel-corolla-redis",
 }
 WORKLOADS: Final = {path: name for path, (name, _) in KINDS.items() if path != "test"}

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from corolla.chassis.settings import PREFIX
+from corolla.cli.enrolment import TOKEN_FILE_VARIABLE
+from corolla.cli.service_commands import ISSUER_VARIABLE
 from tests.charts.rendering import Object, Refused, helm, named, of_kind, pod_specs, render
 from tests.tiers import quick
 from tools.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
@@ -39,12 +41,9 @@ NEEDED: Final[dict[str, Object]] = {
     "client.service.type": {"client": {"apiKeys": {"existingSecret": "callers"}}},
     "client.autoscaling": {"client": {"autoscaling": {"enabled": True}}},
     "redis.enabled": {"redis": {"external": {"existingSecret": "address"}}},
-    "tls": {"tls": {"enabled": True, "certManager": {"issuer": "authority"}}},
+    "tls": {"tls": {"certManager": {"issuer": "authority"}}},
     # Where nothing else keeps others out, the policies have to.
-    "networkPolicy.enabled": {
-        "tls": {"enabled": True, "certManager": {"issuer": "authority"}},
-        "client": {"tls": {"existingSecret": "public"}},
-    },
+    "networkPolicy.enabled": {"client": {"tls": {"existingSecret": "public"}}},
     "tracing": {"tracing": {"endpoint": "http://collector:4317", "headers": {"existingSecret": "collector"}}},
     "redis.external": {"redis": {"enabled": False, "external": {"existingSecret": "address"}}},
 }
@@ -186,6 +185,8 @@ def test_mistyped_values_are_refused(values: Object) -> None:
         render(values)
 
 
+# `corolla` reads them before a service does its settings.
+ENROLMENT: Final = {ISSUER_VARIABLE, TOKEN_FILE_VARIABLE}
 SAMPLES: Final = {"string": "x", "boolean": True, "integer": 1, "number": 1.5}
 
 
@@ -205,6 +206,7 @@ def sample(facts: Object) -> Any:
 OBJECTS: Final = {
     "blockServer.defaults": "rel-corolla-block-server-main",
     "router": "rel-corolla-router",
+    "issuer": "rel-corolla-issuer",
     "client": "rel-corolla-client",
 }
 
@@ -226,7 +228,7 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
     container = pod_specs(objects)[OBJECTS[component]]["containers"][0]
     data = named(objects, "ConfigMap", OBJECTS[component])["data"]
     seen = {**data, **{each["name"]: each.get("value") for each in container.get("env", [])}}
-    own = {name for name in seen if name.startswith(PREFIX)}
+    own = {name for name in seen if name.startswith(PREFIX)} - ENROLMENT
     # The chart names the defaults of ports that it does not set.
     defaults = {PREFIX + "PORT", PREFIX + "CONTROL_PORT"} & {PREFIX + name.upper() for name in described}
     assert own | defaults == {PREFIX + name.upper() for name in described}
@@ -243,7 +245,8 @@ def test_every_setting_of_a_service_is_reachable(component: str) -> None:
 def test_services_read_every_setting_that_the_chart_renders(component: str) -> None:
     objects = render({"model": {"revision": "v1"}})
     data = named(objects, "ConfigMap", OBJECTS[component])["data"]
-    given = {name.removeprefix(PREFIX).lower(): value for name, value in data.items() if name.startswith(PREFIX)}
+    names = {name for name in data if name.startswith(PREFIX)} - ENROLMENT
+    given = {name.removeprefix(PREFIX).lower(): data[name] for name in names}
     settings = SETTINGS[component](**given)
     read = {name: getattr(settings, name) for name in given}
     plain = {name: str(value).lower() if isinstance(value, bool) else value for name, value in read.items()}
@@ -306,12 +309,14 @@ def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
         assert "8080" not in shown({"client": without_page})
     assert "--api-key" not in plain
     assert "--server 127.0.0.1:50051 --api-key KEY" in with_keys
-    assert "Only the network policies" in plain
+    assert "do not encrypt" not in plain
+    assert "tls.enabled is false" in (in_the_clear := shown({"tls": {"enabled": False}}))
+    assert "Only the network policies" in in_the_clear
     assert "does not authenticate callers" in plain
     assert "although they carry keys and tokens" in with_keys
     guarded = shown(
         {
-            "tls": {"enabled": True, "certManager": {"issuer": "authority"}},
+            "tls": {"certManager": {"issuer": "authority"}},
             "client": {"tls": {"existingSecret": "public"}},
             "auth": TOKENS,
         }

@@ -11,15 +11,7 @@ from tests.cluster import release
 
 
 @pytest.fixture(scope="session")
-def identities(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each role; the pods have theirs from Secrets."""
-    folder = tmp_path_factory.mktemp("identities")
-    release.give_identities(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def installed(identities: Path) -> Iterator[float]:
+def installed() -> Iterator[float]:
     """The seconds that the release took to become ready."""
     try:
         yield release.install()
@@ -27,6 +19,14 @@ def installed(identities: Path) -> Iterator[float]:
         _keep_logs()
         subprocess.run(["helm", "--namespace", release.NAMESPACE, "uninstall", release.RELEASE], capture_output=True)
         subprocess.run(["kubectl", "delete", "namespace", release.NAMESPACE, "--wait=false"], capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def identities(installed: float, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each role; the pods have theirs from the release's issuer."""
+    folder = tmp_path_factory.mktemp("identities")
+    release.give_identities(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ ROUTER: Final = 50050
 DATA: Final = 50052
 CONTROL: Final = 50053
 ADMIN: Final = 50054
+ISSUER: Final = 50054
 REDIS: Final = 6379
 
 STRANGER: Final = Bystander("stranger")
@@ -24,7 +25,7 @@ DISGUISED: Final = Bystander(
 )
 """It wears the labels of a client service, in another namespace."""
 BYSTANDERS: Final = {each.name: each for each in (STRANGER, CALLER, SCRAPER, DISGUISED, TESTER)}
-COMPONENTS: Final = ("client", "block-server", "router", "redis")
+COMPONENTS: Final = ("client", "block-server", "router", "redis", "issuer")
 
 _CHART: Final = release.RELEASE
 
@@ -55,6 +56,7 @@ PATHS: Final = (
     _path("block-server", "router", ROUTER, "block-server", "router"),
     _path("block-server", "block-server", DATA, "block-server"),
     _path("router", "redis", REDIS, "router", "redis"),
+    *(_path(each, "issuer", ISSUER, each, "issuer") for each in ("client", "block-server", "router", "redis")),
     _path("stranger", "client", PUBLIC, "client"),
     _path("caller", "client", PUBLIC, "client"),
     _path("disguised", "client", PUBLIC, "client"),
@@ -62,20 +64,21 @@ PATHS: Final = (
     _path("scraper", "client", METRICS, "client"),
     _path("scraper", "block-server", METRICS, "block-server"),
     _path("scraper", "router", METRICS, "router"),
+    _path("scraper", "issuer", METRICS, "issuer"),
     _path("tester", "client", PUBLIC, "client", "test"),
     _path("tester", "client", METRICS, "client", "test"),
 )
 """All that is open; every other way between the pods is closed."""
 
-POLICIES: Final = (_CHART, *(f"{_CHART}-{each}" for each in ("client", "block-server", "router", "redis", "test")))
-OPENED: Final[dict[str, frozenset[Way]]] = {_CHART: frozenset({("redis", "client", PUBLIC)})}
-"""The ways that a missing policy opens, by its name. Only the one for all pods keeps Redis from calling others."""
+POLICIES: Final = (_CHART, *(f"{_CHART}-{each}" for each in (*COMPONENTS, "test")))
+OPENED: Final[dict[str, frozenset[Way]]] = {_CHART: frozenset({("issuer", "client", PUBLIC)})}
+"""The ways that a missing policy opens, by its name. Only the one for all pods keeps the issuer from calling others."""
 CALLERS: Final = frozenset({CALLER.name, TESTER.name})
 """The pods that reach the public port where `callers` names `CALLER`; `helm test` always does."""
 
 PORTS: Final = (
-    *((target, METRICS) for target in ("client", "block-server", "router")),
-    ("client", PUBLIC), ("router", ROUTER), ("redis", REDIS),
+    *((target, METRICS) for target in ("client", "block-server", "router", "issuer")),
+    ("client", PUBLIC), ("router", ROUTER), ("redis", REDIS), ("issuer", ISSUER),
     *(("block-server", port) for port in (DATA, CONTROL, ADMIN)),
 )  # fmt: skip
 """All that listens."""

@@ -4,6 +4,7 @@ Nothing is asked of the cluster but by helm and kubectl, of its pods by `port-fo
 wherever a kubeconfig leads to it, and network policies let them in.
 """
 
+import base64
 import json
 import os
 import re
@@ -17,8 +18,8 @@ from typing import Any, Final
 
 import grpc
 
-from corolla.trust.authority import Authority
-from corolla.trust.credentials import Credentials
+from corolla.trust.authority import AUTHORITY_KEY_FILE, Authority
+from corolla.trust.credentials import AUTHORITY_FILE, Credentials
 from corolla.trust.workload import Role, Workload
 from tests.adversary import identity_matrix
 from tests.architecture.sources import ROOT
@@ -66,18 +67,21 @@ def helm(*arguments: str) -> str:
     return run("helm", "--namespace", NAMESPACE, *arguments)
 
 
-def give_identities(folder: Path) -> None:
-    """Signs a certificate for each kind of pod, into the Secrets that the values name, one for an operator here, and
-    those of `ASKERS`. The namespace is made anew: a run that was cut off has left one."""
-    authority = Authority()
+def make_namespace() -> None:
+    """Makes the namespace anew: a run that was cut off has left one."""
     run("kubectl", "delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=5m")
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     run("kubectl", *_CREATE, stdin=json.dumps(namespace))
-    for role in (Role.ROUTER, Role.BLOCK, Role.CLIENT, Role.OPERATOR):
-        own = folder / role.value
-        authority.issue(own, Workload(TRUST_DOMAIN, role, RELEASE), [ROUTER_NAME] if role is Role.ROUTER else [])
-        if role is not Role.OPERATOR:
-            give_secret(role.value, {each.name: each.read_text() for each in own.iterdir()})
+
+
+def give_identities(folder: Path) -> None:
+    """Signs certificates by the release's own authority: for an operator and a router here, and those of `ASKERS`."""
+    stored = json.loads(kubectl("get", "secret", f"{RELEASE}-identities", "--output", "json"))["data"]
+    for name in (AUTHORITY_FILE, AUTHORITY_KEY_FILE):
+        (folder / name).write_bytes(base64.b64decode(stored[name]))
+    authority = Authority.read_from(folder)
+    for role in (Role.ROUTER, Role.OPERATOR):
+        authority.issue(folder / role.value, Workload(TRUST_DOMAIN, role, RELEASE), [])
     identity_matrix.issue(folder / ASKERS, authority, TRUST_DOMAIN)
     shown = (folder / ASKERS).glob("*/*")
     give_secret(ASKERS, {f"{each.parent.name}.{each.name}": each.read_text() for each in shown})
@@ -90,6 +94,7 @@ def give_secret(name: str, data: dict[str, str]) -> None:
 
 def install() -> float:
     """Installs and waits until everything is ready. Returns the seconds that it took."""
+    make_namespace()
     started = time.monotonic()
     chosen = [part for name, value in image_values().items() for part in ("--set-string", f"{name}={value}")]
     waiting = ("--wait", "--timeout", "15m")
@@ -139,7 +144,7 @@ def minor_version() -> int:
 
 def wait_until_whole(timeout_s: float = 600) -> None:
     """Until every object of the release has all of its pods again."""
-    wanted = {"block-server": 4, "client": 2, "router": 2, "redis": 1}
+    wanted = {"block-server": 4, "client": 2, "router": 2, "redis": 1, "issuer": 1}
     wait_for(
         lambda: all(sum(map(is_ready, pods(component))) == number for component, number in wanted.items()),
         timeout_s,

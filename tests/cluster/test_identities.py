@@ -9,20 +9,43 @@ from typing import Any, Final
 
 import pytest
 
+from corolla.trust.credentials import AUTHORITY_FILE
 from corolla.v1 import router_pb2, router_pb2_grpc
 from tests.adversary import identity_matrix
 from tests.adversary.identity_matrix import ASKERS, DENIED, Places
 from tests.cluster import release
 from tests.cluster.bystanders import IDENTITIES, MARK, Bystander, standing
-from tests.cluster.policies import ADMIN, CONTROL, DATA, ROUTER
+from tests.cluster.policies import ADMIN, CONTROL, DATA, ISSUER, REDIS, ROUTER
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ASKER: Final = Bystander("asker", identities=release.ASKERS)
 
 
+# Says of each place whether it answers in the clear, and which role its certificate names.
+HANDSHAKES: Final = """
+import json, socket, ssl, sys
+found = []
+for place in sys.argv[1:]:
+    host, port = place.split(":")
+    try:
+        with socket.create_connection((host, int(port)), 10) as plain:
+            plain.sendall(b"PING\\r\\n")
+            answer = plain.recv(64)
+            clear = "answered" if answer[:1] in b"+-" and answer else "refused"
+    except OSError:
+        clear = "refused"
+    context = ssl.create_default_context(cadata=AUTHORITY)
+    context.check_hostname = False
+    with context.wrap_socket(socket.create_connection((host, int(port)), 10)) as secure:
+        names = dict(secure.getpeercert()["subjectAltName"])
+    found.append([clear, names["URI"].split("/")[3]])
+print(json.dumps(found))
+"""
+
+
 @pytest.fixture(scope="module")
-def asker(installed: float) -> Iterator[Bystander]:
+def asker(identities: Path) -> Iterator[Bystander]:
     """A pod that every port of the release is open to: identities alone are in its way."""
     release.wait_until_whole()
     spec = {
@@ -73,6 +96,16 @@ def test_methods_and_frames_are_taken_as_the_table_says(
     with capsys.disabled():
         cells = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
         sys.stdout.write(f"\nidentities: all {counts.total()} cells as the table says: {cells}\n")
+
+
+def test_redis_and_the_issuer_speak_tls_alone(asker: Bystander, identities: Path) -> None:
+    places = [f"{release.RELEASE}-redis:{REDIS}", f"{release.RELEASE}-issuer:{ISSUER}"]
+    authority = (identities / "operator" / AUTHORITY_FILE).read_text(encoding="ascii")
+    script = HANDSHAKES.replace("AUTHORITY", repr(authority))
+    assert json.loads(asker.run("python", "-", *places, stdin=script)) == [
+        ["refused", "redis"],
+        ["refused", "issuer"],
+    ]
 
 
 def test_every_call_that_a_role_may_not_make_is_in_the_audit_log(asker: Bystander) -> None:

@@ -16,6 +16,14 @@
   {{- end }}
 {{- end }}
 
+{{/* Pods enrol at the issuer. */}}
+{{- define "corolla.issuerEgress" -}}
+{{- if include "corolla.usesIssuer" . }}
+- to: {{- include "corolla.peers" (dict "root" . "components" (list "issuer")) | nindent 4 }}
+  ports: [{port: 50054, protocol: TCP}]
+{{- end }}
+{{- end }}
+
 {{/* Names are looked up, and the hub is asked where it may be. */}}
 {{- define "corolla.hubEgress" -}}
 {{- if not .Values.model.offline }}

@@ -19,7 +19,6 @@ COROLLA_{{ snakecase $name | upper }}: {{ ternary $value (toJson $value) (kindIs
 {{/* Settings of every service. */}}
 {{- define "corolla.commonSettings" -}}
 COROLLA_METRICS_PORT: {{ .Values.metrics.port | quote }}
-{{- include "corolla.tlsSettings" . }}
 {{- if .Values.tracing.endpoint }}
 OTEL_EXPORTER_OTLP_ENDPOINT: {{ .Values.tracing.endpoint | quote }}
 OTEL_TRACES_SAMPLER: parentbased_traceidratio

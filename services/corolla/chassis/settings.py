@@ -87,7 +87,8 @@ class ServiceSettings(BaseSettings):
         description="Folder with tls.crt, tls.key and ca.crt in PEM, as cert-manager writes them, and crl.pem if "
         "certificates are revoked; changes apply within five seconds. Services then connect by TLS 1.3 only, "
         "with certificates of both ends, which name "
-        "`spiffe://<trust domain>/<role>/<name>`. Without it, connections are not encrypted.",
+        "`spiffe://<trust domain>/<role>/<name>`. Without it, connections are not encrypted. `COROLLA_ISSUER` and "
+        "`COROLLA_JOIN_TOKEN_FILE` have the process get its certificate by itself.",
     )
     insecure: bool = Field(
         False,

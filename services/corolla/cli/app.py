@@ -38,7 +38,7 @@ for panel, epilog, commands in (
         "Run one service", service_commands.REST,
         (service_commands.router, service_commands.block_server, service_commands.client),
     ),
-    ("Run one service", None, (service_commands.issuer, service_commands.drain)),
+    ("Run one service", None, (service_commands.issuer, service_commands.certificate, service_commands.drain)),
 ):  # fmt: skip
     for command in commands:
         app.command(rich_help_panel=panel, epilog=epilog)(command)

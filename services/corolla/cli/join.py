@@ -18,6 +18,7 @@ from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import CorollaError, ReleaseMismatch, StartupError, Unauthenticated
 from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.processors import available_cores
+from corolla.cli.enrolment import parsed_token, token_of_file
 from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, begun_apart, interruptible
 from corolla.cli.stack_console import StackConsole
 from corolla.local import readiness
@@ -38,7 +39,6 @@ from corolla.trust.workload import Role
 from corolla.v1 import issuer_pb2 as pb
 from corolla.v1 import router_pb2
 
-TOKEN_FILE_VARIABLE: Final = "COROLLA_JOIN_TOKEN_FILE"
 FOLLOW_INTERVAL_S: Final = 2.0
 _REFRESH_S: Final = 0.2
 _NOTICE_S: Final = 5.0
@@ -152,7 +152,7 @@ def _enrolled(membership: Membership, view: StackConsole) -> pb.EnrolResponse:
             raise
         except (Unauthenticated, StartupError) as refusal:
             view.report(StackEvent("problem", "join", refusal.message))
-    token = _token_of_file() or _asked_token()
+    token = token_of_file() or _asked_token()
     try:
         return begun_apart(partial(membership.enrol, token)).result()
     except CorollaError as failure:
@@ -310,34 +310,12 @@ def machine_facts(
     }
 
 
-def _token_of_file() -> JoinToken | None:
-    path = os.environ.get(TOKEN_FILE_VARIABLE)
-    if not path:
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            return _parsed(file.read(MAX_TOKEN_CHARS + 64))
-    except (OSError, UnicodeDecodeError):
-        raise StartupError(f"{TOKEN_FILE_VARIABLE}={path} cannot be read; check its path and permissions") from None
-
-
 def _asked_token() -> JoinToken:
     """Asks on the terminal, without showing what is typed, or reads a line of standard input."""
     if sys.stdin is None:  # closed
-        return _parsed("")
+        return parsed_token("")
     given = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.readline(MAX_TOKEN_CHARS + 64)
-    return _parsed(given)
-
-
-def _parsed(text: str) -> JoinToken:
-    token = JoinToken.parse(text.strip())
-    if not text.strip():
-        raise StartupError(f"give the token on the terminal, on standard input, or by {TOKEN_FILE_VARIABLE}=PATH")
-    if token is None:
-        raise StartupError(
-            "that is no join token, which begins with cj1.; `corolla up --share` and `corolla tokens new` print one"
-        )
-    return token
+    return parsed_token(given)
 
 
 def _server_options(options: JoinOptions, stack: pb.EnrolResponse) -> StackOptions:

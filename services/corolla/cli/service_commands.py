@@ -1,11 +1,17 @@
 """Commands that run one service in this process, and the command that drains a block server."""
 
+import os
 import sys
+import threading
+from contextlib import suppress
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
+from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
+
+ISSUER_VARIABLE: Final = "COROLLA_ISSUER"
 _PORT: dict[str, Any] = {"min": 0, "max": 65535, "metavar": "PORT"}
 
 
@@ -110,6 +116,21 @@ def issuer(
     return _run(context.params, "corolla.issuer.settings.IssuerSettings", "corolla.issuer.service")
 
 
+def certificate() -> int:
+    """Keeps the certificate of a program fresh that cannot enrol itself, such as Redis, until a signal.
+
+    COROLLA_ISSUER names the issuer, COROLLA_JOIN_TOKEN_FILE the token, and COROLLA_TLS_DIR the folder.
+    """
+    from corolla.chassis.errors import SettingsError
+    from corolla.cli.enrolment import kept_enrolled
+
+    if not (address := os.environ.get(ISSUER_VARIABLE)):
+        raise SettingsError(f"set {ISSUER_VARIABLE} to the HOST:PORT of the issuer")
+    with suppress(Interrupted), interruptible(), kept_enrolled(address):
+        threading.Event().wait()
+    return 0
+
+
 def drain(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The block server, with its COROLLA_ADMIN_PORT.")],
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait until it has ended.")] = 60.0,
@@ -137,8 +158,15 @@ def _run(options: dict[str, Any], settings: str, module: str) -> int:
     if options.pop("settings"):
         package, _, name = settings.rpartition(".")
         return _print_settings(getattr(import_module(package), name))
-    status: int = import_module(module).run(**options)
-    return status
+    if not (issuer := os.environ.get(ISSUER_VARIABLE)):
+        return int(import_module(module).run(**options))
+    from corolla.cli.enrolment import kept_enrolled
+
+    try:
+        with kept_enrolled(issuer):
+            return int(import_module(module).run(**options))
+    except Interrupted:
+        return EXIT_INTERRUPTED
 
 
 def _print_settings(model: Any) -> int:

@@ -3,6 +3,7 @@
 import sys
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,6 +41,18 @@ def new(
         sys.stderr.write(_WARNING)
     token = _register(state_folder).new_token(role, library or "", uses, hours * 3600)
     sys.stdout.write(token.written + "\n")
+    return 0
+
+
+@tokens.command()
+def pods(
+    folder: Annotated[Path, typer.Argument(help="The folder, which becomes a Secret and is deleted then.")],
+) -> int:
+    """Makes an authority, and a token for each kind of pod, where the chart cannot make them: with Argo CD."""
+    from corolla.issuer.role_tokens import RoleTokens
+
+    RoleTokens.make(folder)
+    sys.stdout.write(f"kubectl create secret generic RELEASE-identities --from-file={folder}\n")
     return 0
 
 

@@ -42,12 +42,16 @@ Record = TypeVar("Record", bound=BaseModel)
 class RegisterFile:
     """The register of the authority in a folder, which the issuer and `corolla tokens` change.
 
+    Args:
+        folder: The folder.
+        authority: The authority; None: the folder keeps it, too.
+
     Raises:
-        SettingsError: The folder does not hold an authority, or other users can read it.
+        SettingsError: The folder cannot be used, does not hold an authority, or other users can read it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.authority = Authority.kept_in(folder)
+    def __init__(self, folder: Path, authority: Authority | None = None) -> None:
+        self.authority = authority or Authority.kept_in(folder)
         self._path = folder / REGISTER_FILE
         self._revocations = folder / REVOCATIONS_FILE
         self._mac_key = self.authority.secret(_PURPOSE)

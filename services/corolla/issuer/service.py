@@ -1,7 +1,10 @@
 """The issuer as a table of its parts. Its port takes TLS without a client certificate, and serves enrolment alone."""
 
 import asyncio
+import datetime
 import logging
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from corolla.chassis.channels import CallerBounds
@@ -10,18 +13,26 @@ from corolla.chassis.handlers import service_handler
 from corolla.chassis.lifecycle import fail, run_service
 from corolla.chassis.metrics import MetricsEndpoint, RpcMetrics, TaskMetrics, new_registry
 from corolla.chassis.parts import Part, Parts
+from corolla.chassis.private_files import make_private_folder
 from corolla.chassis.rpc_server import RpcServer
 from corolla.chassis.tasks import TaskGroup
-from corolla.issuer.register import MOST_MACHINES
+from corolla.issuer.register import CERTIFICATE_LIFETIME_S, MOST_MACHINES
 from corolla.issuer.register_file import RegisterFile
+from corolla.issuer.role_tokens import RoleTokens
 from corolla.issuer.servicer import AUDITED, MAX_REQUEST_BYTES, IssuerServicer
 from corolla.issuer.settings import IssuerSettings
+from corolla.trust.authority import Authority
 from corolla.trust.credentials import PublicCertificate
+from corolla.trust.workload import Role, Workload
 from corolla.v1 import issuer_pb2
 
 log = logging.getLogger(__name__)
 
 _SERVICE = issuer_pb2.DESCRIPTOR.services_by_name["IssuerService"]
+_NAMES: Final = ("localhost", "127.0.0.1")
+"""Machines ask for the first name wherever the issuer is, since they trust the one certificate that they checked."""
+_OWN_FOLDER: Final = "issuer"
+_RETRY_S: Final = 60.0
 # Each machine keeps a connection.
 _BOUNDS: Final = CallerBounds(MAX_REQUEST_BYTES, max_connections=MOST_MACHINES, max_connection_age_s=600.0)
 
@@ -34,13 +45,20 @@ class IssuerProcess:
     """
 
     def __init__(self, settings: IssuerSettings) -> None:
-        if settings.tls_dir is None:
-            raise SettingsError("set COROLLA_TLS_DIR: the issuer shows its own certificate to machines that join")
         registry = new_registry()
         rpc_metrics = RpcMetrics(registry)
-        file = RegisterFile(settings.authority_dir)
+        pods_dir, folder = settings.pods_dir, settings.authority_dir
+        try:
+            make_private_folder(folder)
+        except OSError as failure:
+            raise SettingsError(f"cannot keep the register in {folder}: {failure.strerror}") from None
+        file = RegisterFile(folder, Authority.read_from(pods_dir) if pods_dir is not None else None)
         file.write_revocations()
-        self._certificate = certificate = PublicCertificate(settings.tls_dir)
+        self._is_given = settings.tls_dir is not None
+        self._sign = partial(_sign_own, file.authority, folder / _OWN_FOLDER, settings.trust_domain)
+        if not self._is_given:
+            self._sign()
+        self._certificate = certificate = PublicCertificate(settings.tls_dir or folder / _OWN_FOLDER)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(registry))
         self._rpc = RpcServer(
             settings.host, settings.port, with_reflection=False, callers=_BOUNDS,
@@ -49,8 +67,8 @@ class IssuerProcess:
         self._rpc.add(
             _SERVICE,
             service_handler(
-                _SERVICE, IssuerServicer(settings, file), rpc_metrics, max_request_bytes=MAX_REQUEST_BYTES,
-                audited=AUDITED,
+                _SERVICE, IssuerServicer(settings, file, RoleTokens(pods_dir)), rpc_metrics,
+                max_request_bytes=MAX_REQUEST_BYTES, audited=AUDITED,
             ),
         )  # fmt: skip
         self._metrics_endpoint = MetricsEndpoint(
@@ -77,10 +95,34 @@ class IssuerProcess:
 
     def _renew_certificate(self) -> None:
         self._tasks.start_restartable(self._certificate.files.run, "watched_files")
+        if not self._is_given:
+            self._tasks.start_restartable(self._sign_again, "own_certificate")
+
+    async def _sign_again(self) -> None:
+        """Replaces the issuer's own certificate at half of its life, for ever."""
+        wait_s = CERTIFICATE_LIFETIME_S / 2
+        while True:
+            await asyncio.sleep(wait_s)
+            try:
+                await asyncio.to_thread(self._sign)
+                wait_s = CERTIFICATE_LIFETIME_S / 2
+            except SettingsError as failure:
+                # A full disk, for example, has half of the certificate's life to become free.
+                log.warning("the issuer's certificate cannot be replaced: %s", failure.message)
+                wait_s = _RETRY_S
 
     async def stop(self) -> None:
         """Sets health to NOT_SERVING, lets running calls finish and closes everything."""
         await self._parts.stop()
+
+
+def _sign_own(authority: Authority, folder: Path, trust_domain: str) -> None:
+    """Signs the certificate that the issuer shows, into a folder. Raises SettingsError."""
+    ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=CERTIFICATE_LIFETIME_S)
+    try:
+        authority.issue(folder, Workload(trust_domain, Role.ISSUER, "issuer"), _NAMES, ends)
+    except OSError as failure:
+        raise SettingsError(f"cannot write {folder}: {failure.strerror}") from None
 
 
 def run(**overrides: Any) -> int:

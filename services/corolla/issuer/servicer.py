@@ -1,6 +1,7 @@
 """Answers machines that join: what the authority is, and a certificate for those with a token or a known key.
 
 A machine that has one also learns whether others reach it.
+A pod shows the token of its role each time. Its name follows from its key, so the issuer keeps nothing of pods.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import datetime
 import secrets
 import ssl
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from cryptography import x509
@@ -18,13 +20,14 @@ from corolla.chassis.audit import Caller
 from corolla.chassis.errors import InvalidRequest, QueueFull, StartupError, StoreUnavailable, Unauthenticated
 from corolla.chassis.handlers import Call
 from corolla.issuer.attempts import Attempts
-from corolla.issuer.register import CERTIFICATE_LIFETIME_S, MachineRecord
+from corolla.issuer.register import CERTIFICATE_LIFETIME_S, MachineRecord, digest_of
 from corolla.issuer.register_file import RegisterFile
+from corolla.issuer.role_tokens import RoleTokens
 from corolla.issuer.settings import IssuerSettings
 from corolla.trust.addresses import CallerAddress
 from corolla.trust.enrolment import RELEASE, checked_key, public_der
 from corolla.trust.join_token import MAX_TOKEN_CHARS, JoinToken
-from corolla.trust.workload import Workload
+from corolla.trust.workload import Role, Workload
 from corolla.v1 import issuer_pb2 as pb
 
 MAX_REQUEST_BYTES: Final = 1024
@@ -36,9 +39,10 @@ _REACH_S: Final = 3.0
 class IssuerServicer:
     """Answers calls of IssuerService. Enrolments take turns, since each may change the register."""
 
-    def __init__(self, settings: IssuerSettings, file: RegisterFile) -> None:
+    def __init__(self, settings: IssuerSettings, file: RegisterFile, role_tokens: RoleTokens) -> None:
         self._settings = settings
         self._file = file
+        self._role_tokens = role_tokens
         self._attempts = Attempts()
         self._turns = asyncio.Lock()
         self._num_waiting = 0
@@ -125,11 +129,13 @@ class IssuerServicer:
     def _enrol(self, request: pb.EnrolRequest) -> MachineRecord:
         """Returns the machine with a certificate that has half of its life left."""
         token = JoinToken.parse(request.token) if len(request.token) <= MAX_TOKEN_CHARS else None
-        now, register = int(time.time()), self._file.register()
         # What costs least comes first: no signature is verified without a token of this stack or a key that joined.
-        if request.token:
-            if token is None or token.authority != self._file.authority.digest:
-                raise Unauthenticated("this is no token of this stack; copy it again, or ask for a new one")
+        if request.token and (token is None or token.authority != self._file.authority.digest):
+            raise Unauthenticated("this is no token of this stack; copy it again, or ask for a new one")
+        if token is not None and (role := self._role_tokens.role_of(token)) is not None:
+            return self._pod(request, role, token)
+        now, register = int(time.time()), self._file.register()
+        if token is not None:
             register.checked(token, now)
         elif register.known(request.public_key, now) is None:
             raise Unauthenticated("this stack does not know the machine; join with a token: corolla tokens new")
@@ -143,11 +149,23 @@ class IssuerServicer:
                 machine = changed.accept(request.public_key, token, secrets.token_hex(8), now)
             elif (machine := changed.known(request.public_key, now)) is None:
                 raise Unauthenticated("this stack does not know the machine any more; join with a token")
-            ends = datetime.datetime.fromtimestamp(now + CERTIFICATE_LIFETIME_S, datetime.UTC)
-            certificate = self._file.authority.sign(key, self._workload(machine), until=ends)
-            pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
-            machine.signed(certificate.serial_number, now + CERTIFICATE_LIFETIME_S, pem, now)
+            self._sign(machine, key, now)
         return machine
+
+    def _pod(self, request: pb.EnrolRequest, role: Role, token: JoinToken) -> MachineRecord:
+        """Returns a pod of a role, with a new certificate. The register does not learn of it."""
+        key, digest = checked_key(request, self._file.authority.digest), digest_of(request.public_key)
+        pod = MachineRecord(id=digest[:32], key=digest, token=token.id, role=role, name=digest[:32])
+        self._sign(pod, key, int(time.time()), self._settings.names_of(role))
+        return pod
+
+    def _sign(
+        self, machine: MachineRecord, key: ec.EllipticCurvePublicKey, now: int, names: Sequence[str] = ()
+    ) -> None:
+        ends = datetime.datetime.fromtimestamp(now + CERTIFICATE_LIFETIME_S, datetime.UTC)
+        certificate = self._file.authority.sign(key, self._workload(machine), names, ends)
+        pem = certificate.public_bytes(serialization.Encoding.PEM).decode()
+        machine.signed(certificate.serial_number, now + CERTIFICATE_LIFETIME_S, pem, now)
 
     def _workload(self, machine: MachineRecord) -> Workload:
         return Workload(self._settings.trust_domain, machine.role, machine.name)

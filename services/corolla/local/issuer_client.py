@@ -44,6 +44,7 @@ class IssuerClient:
     """A channel to the issuer of one authority. It trusts the one certificate that was checked.
 
     Attributes:
+        digest: The digest of the authority.
         authority: The authority's certificate, in PEM.
         revocations: The revocation list of the last `refresh`, in PEM.
         now_s: The issuer's clock at the last `refresh`.
@@ -52,7 +53,7 @@ class IssuerClient:
     def __init__(self, address: str, digest: bytes, leaf: bytes) -> None:
         """Use `connect`, which checks `leaf`."""
         self._address = address
-        self._digest = digest
+        self.digest: Final = digest
         self._channel = grpc.secure_channel(
             address,
             grpc.ssl_channel_credentials(leaf),
@@ -92,7 +93,7 @@ class IssuerClient:
     def refresh(self) -> None:
         """Asks for the authority and what it has revoked. Raises what `connect` raises."""
         answer = self._call(self._stub.GetTrust, pb.GetTrustRequest())
-        authority = _only_authority(answer.authority, self._digest)
+        authority = _only_authority(answer.authority, self.digest)
         if authority is None:
             raise StartupError(
                 f"the token, or what this machine has, is of another stack than the one at {self._address}"
@@ -130,7 +131,7 @@ class IssuerClient:
                 f"this machine's clock is {round(abs(ahead_s) / 60)} minutes {way} that of {self._address}; correct "
                 "the clock that is wrong"
             )
-        request = enrolment_request(key, self._digest, token.written if token is not None else "")
+        request = enrolment_request(key, self.digest, token.written if token is not None else "")
         answer: pb.EnrolResponse = self._call(self._stub.Enrol, request)
         try:
             own = x509.load_pem_x509_certificate(answer.certificate)
@@ -151,7 +152,7 @@ class IssuerClient:
             StartupError: The first machine sees another address, or does not reach the port.
             CorollaError: The issuer does not answer, or refuses.
         """
-        request = enrolment_request(key, self._digest)
+        request = enrolment_request(key, self.digest)
         reach = pb.ReachRequest(public_key=request.public_key, signature=request.signature, port=port)
         answer: pb.ReachResponse = self._call(self._stub.Reach, reach)
         if not any(is_same_host(each, answer.host) for each in _addresses_of(host)):

@@ -63,6 +63,10 @@ class Membership:
         """The machine has a certificate of the stack, which may have ended."""
         return (self.folder / CERTIFICATE_FILE).exists()
 
+    def is_valid(self, now_s: float) -> bool:
+        """The machine has a certificate that has not ended."""
+        return self.exists and self._ends_s() > now_s
+
     def enrol(self, token: JoinToken | None = None) -> pb.EnrolResponse:
         """Gets a certificate, by a token or by the one that the machine has, and writes it. Returns the stack's facts.
 
@@ -72,7 +76,17 @@ class Membership:
         with self._anew_after_failures():
             client = self._connected(token)
             client.check_release()
-            return self._enrol(client, token)
+            # A machine that joins again is another one. It keeps what it has until it is enrolled.
+            is_new = token is not None and self.exists
+            return self._enrol(client, token, ec.generate_private_key(ec.SECP256R1()) if is_new else self._key())
+
+    def enrol_pod(self, token: JoinToken) -> None:
+        """Gets a certificate for the key that the pod has, by the token of its role, and writes it.
+
+        The issuer may be of another release, as in an upgrade. Raises what `enrol` raises.
+        """
+        with self._anew_after_failures():
+            self._enrol(self._connected(token), token, self._key())
 
     def check_reach(self, host: str, port: int) -> None:
         """Checks that the first machine reaches this one. Raises what `IssuerClient.check_reach` raises.
@@ -85,20 +99,22 @@ class Membership:
         with self._anew_after_failures(), showing_certificate(everywhere, port, self.folder):
             self._connected(None).check_reach(self._key(), host, port)
 
-    def _enrol(self, client: IssuerClient, token: JoinToken | None) -> pb.EnrolResponse:
-        # A machine that joins again is another one. It keeps what it has until it is enrolled.
-        is_new = token is not None and self.exists
-        key = ec.generate_private_key(ec.SECP256R1()) if is_new else self._key()
+    def _enrol(
+        self, client: IssuerClient, token: JoinToken | None, key: ec.EllipticCurvePrivateKey
+    ) -> pb.EnrolResponse:
         answer = client.enrol(key, token)
-        if is_new:
+        if key.public_key() != self._key().public_key():
             write_private(self.folder / KEY_FILE, private_pem(key))
         write_private(self.folder / AUTHORITY_FILE, client.authority)
         self._write_revocations(client)
         write_private(self.folder / CERTIFICATE_FILE, answer.certificate)
         return answer
 
-    def follow(self) -> None:
+    def follow(self, token: JoinToken | None = None) -> None:
         """Fetches what the authority has revoked, and another certificate at half of this one's life.
+
+        Args:
+            token: The token of a pod's role; None: the issuer knows the machine's key.
 
         Raises:
             Unauthenticated: This machine was revoked.
@@ -107,14 +123,13 @@ class Membership:
                 again.
         """
         with self._anew_after_failures():
-            client = self._connected(None)
+            client = self._connected(token)
             client.refresh()
             self._write_revocations(client)
             certificate = (self.folder / CERTIFICATE_FILE).read_bytes()
-            ends_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
             verifier = CertificateVerifier(client.authority, client.revocations)
-            if client.now_s > ends_s - _RENEWED_S or not verifier.is_valid(PresentedCertificate(certificate)):
-                self._enrol(client, None)
+            if client.now_s > self._ends_s() - _RENEWED_S or not verifier.is_valid(PresentedCertificate(certificate)):
+                self._enrol(client, token, self._key())
 
     def close(self) -> None:
         """Ends the calls that run, and gives the folder back."""
@@ -140,16 +155,20 @@ class Membership:
             raise
 
     def _connected(self, token: JoinToken | None) -> IssuerClient:
-        if token is not None:
+        digest = token.authority if token is not None else self._authority_digest()
+        if self._client is not None and self._client.digest != digest:
             self._disconnect()
         if self._client is None:
-            digest = token.authority if token is not None else self._authority_digest()
             self._client = IssuerClient.connect(self._address, digest)
         return self._client
 
     def _authority_digest(self) -> bytes:
         authority = x509.load_pem_x509_certificate((self.folder / AUTHORITY_FILE).read_bytes())
         return authority_digest(authority)
+
+    def _ends_s(self) -> float:
+        certificate = x509.load_pem_x509_certificate((self.folder / CERTIFICATE_FILE).read_bytes())
+        return certificate.not_valid_after_utc.timestamp()
 
     def _write_revocations(self, client: IssuerClient) -> None:
         path = self.folder / REVOCATIONS_FILE

@@ -13,7 +13,7 @@ from corolla.local.options import DEFAULT_SERVER_PORT, DEFAULT_SERVERS, FURTHER_
 from corolla.local.ports import Ports
 from corolla.trust.workload import Role
 
-_OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HTTP_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR"})
+_OF_ONE_PROCESS = frozenset({"COROLLA_PORT", "COROLLA_HTTP_PORT", "COROLLA_HOST", "COROLLA_TLS_DIR", "COROLLA_ISSUER"})
 SERVICE_MODULE = "corolla.cli.app"
 _SHARED_KV_CACHE_MIB = 1024
 # The modules that children import. While one child works, the fork server imports the modules of the next children, so
@@ -69,10 +69,10 @@ class ManagedProcess:
 
     @property
     def role(self) -> Role | None:
-        """The role in the process's certificate; None for Redis, which has no certificate."""
+        """The role in the certificate that the stack signs for the process; None for Redis and the issuer."""
         if self.is_block_server:
             return Role.BLOCK
-        roles = (Role.CLIENT, Role.ROUTER, Role.ISSUER)
+        roles = (Role.CLIENT, Role.ROUTER)
         return next((role for role in roles if self.name.startswith(role.value)), None)
 
     @property

@@ -41,7 +41,7 @@ class Authority:
         self, key: ec.EllipticCurvePrivateKey | None = None, certificate: x509.Certificate | None = None
     ) -> None:
         self._key = key or ec.generate_private_key(ec.SECP256R1())
-        self._name = _name("Corolla stack authority")
+        self._name = _name("Corolla stack authority") if certificate is None else certificate.subject
         self._until = datetime.datetime.now(datetime.UTC) + _LIFETIME
         self._certificate = certificate or (
             self._builder(self._name, self._key.public_key())
@@ -66,10 +66,18 @@ class Authority:
                     write_private(folder / AUTHORITY_FILE, made.certificate_pem)
                     # The key is written last, since a folder that has it counts as complete.
                     write_private(folder / AUTHORITY_KEY_FILE, private_pem(made._key))
+        except OSError as failure:
+            raise SettingsError(f"cannot keep an authority in {folder}: {failure.strerror}") from None
+        return cls.read_from(folder)
+
+    @classmethod
+    def read_from(cls, folder: Path) -> Self:
+        """Reads the authority of a folder, such as a mounted Secret. Raises SettingsError if that is impossible."""
+        try:
             key = serialization.load_pem_private_key((folder / AUTHORITY_KEY_FILE).read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((folder / AUTHORITY_FILE).read_bytes())
         except OSError as failure:
-            raise SettingsError(f"cannot keep an authority in {folder}: {failure.strerror}") from None
+            raise SettingsError(f"cannot read the authority in {folder}: {failure.strerror}") from None
         except (ValueError, TypeError):
             raise SettingsError(f"{folder} holds no authority in PEM; name another folder") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 SECRET_BYTES: Final = 32
-MAX_TOKEN_CHARS: Final = 128
-_FORM: Final = re.compile(r"cj1\.([A-Za-z0-9_-]{43})\.([0-9a-f]{16})\.([A-Za-z0-9_-]{43})")
+MAX_TOKEN_CHARS: Final = 160
+_FORM: Final = re.compile(r"cj1\.([0-9a-f]{64})\.([0-9a-f]{16})\.([A-Za-z0-9_-]{43})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,15 @@ class JoinToken:
             return None
         authority, token_id, secret = found.groups()
         try:
-            return cls(_decoded(authority), token_id, _decoded(secret))
+            return cls(bytes.fromhex(authority), token_id, _decoded(secret))
         except binascii.Error:
             return None
 
     @property
     def written(self) -> str:
         """The token with its secret, as a person copies it."""
-        return f"cj1.{_encoded(self.authority)}.{self.id}.{_encoded(self.secret)}"
+        secret = base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
+        return f"cj1.{self.authority.hex()}.{self.id}.{secret}"
 
     @property
     def sha256(self) -> str:
@@ -56,10 +57,6 @@ class JoinToken:
     def has_hash(self, sha256: str) -> bool:
         """The hash is that of this token's secret; the time that this takes does not depend on the secret."""
         return hmac.compare_digest(self.sha256, sha256)
-
-
-def _encoded(data: bytes) -> str:
-    return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def _decoded(text: str) -> bytes:

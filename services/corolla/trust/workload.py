@@ -22,6 +22,8 @@ class Role(Enum):
     """The command line, and programs that operate the services."""
     ISSUER = "issuer"
     """The process that signs certificates for machines that join; it calls no other process."""
+    REDIS = "redis"
+    """The Redis of a release; it calls no other process."""
 
 
 @dataclass(frozen=True, slots=True)
