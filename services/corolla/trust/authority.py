@@ -43,6 +43,7 @@ class Authority:
         self._key = key or ec.generate_private_key(ec.SECP256R1())
         self._name = _name("Corolla stack authority") if certificate is None else certificate.subject
         self._until = datetime.datetime.now(datetime.UTC) + _LIFETIME
+        self._key_id = _key_id(certificate) if certificate is not None else _new_key_id(self._key.public_key())
         self._certificate = certificate or (
             self._builder(self._name, self._key.public_key())
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -149,7 +150,7 @@ class Authority:
     def _builder(
         self, subject: x509.Name, key: ec.EllipticCurvePublicKey, until: datetime.datetime | None = None
     ) -> x509.CertificateBuilder:
-        return (
+        builder = (
             x509.CertificateBuilder()
             .subject_name(subject)
             .issuer_name(self._name)
@@ -157,9 +158,12 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(datetime.datetime.now(datetime.UTC) - _SKEW)
             .not_valid_after(until or self._until)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
+            .add_extension(_new_key_id(key), critical=False)
         )
+        if self._key_id is None:
+            return builder
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._key_id)
+        return builder.add_extension(issuer, critical=False)
 
 
 def authority_digest(certificate: x509.Certificate) -> bytes:
@@ -172,6 +176,18 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+
+
+def _new_key_id(key: ec.EllipticCurvePublicKey) -> x509.SubjectKeyIdentifier:
+    return x509.SubjectKeyIdentifier.from_public_key(key)
+
+
+def _key_id(authority: x509.Certificate) -> x509.SubjectKeyIdentifier | None:
+    """The id in an authority's certificate, if any. Tools compute it in ways of their own, and OpenSSL compares it."""
+    try:
+        return authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    except x509.ExtensionNotFound:
+        return None
 
 
 def _name(text: str) -> x509.Name:

@@ -1,16 +1,20 @@
 """The files of authorities and revocations decide which certificates are valid."""
 
 import datetime
+import ssl
 from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from corolla.chassis.errors import SettingsError
 from corolla.trust.authority import Authority
 from corolla.trust.certificate_verifier import CertificateVerifier, PresentedCertificate
-from corolla.trust.credentials import CERTIFICATE_FILE, REVOCATIONS_FILE, Credentials
+from corolla.trust.credentials import AUTHORITY_FILE, CERTIFICATE_FILE, KEY_FILE, REVOCATIONS_FILE, Credentials
 from corolla.trust.workload import Role
 from tests.identities import Identities
 
@@ -91,3 +95,27 @@ def test_revocations_that_are_none_are_refused_at_the_start(tmp_path: Path) -> N
     (folder / REVOCATIONS_FILE).write_text("nonsense")
     with pytest.raises(SettingsError, match=r"crl\.pem holds no certificate revocation list"):
         Credentials(folder)
+
+
+@pytest.mark.parametrize("digest", [b"of another tool", None])
+def test_openssl_takes_certificates_of_an_authority_of_another_tool(tmp_path: Path, digest: bytes | None) -> None:
+    """Tools compute key ids in ways of their own: Go since 1.25 takes SHA-256, and some write none."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a")])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    if digest is not None:
+        builder = builder.add_extension(x509.SubjectKeyIdentifier(digest), critical=False)
+    folder = Identities(tmp_path, Authority(key, builder.sign(key, hashes.SHA256()))).folder_of(Role.REDIS, "1")
+    context = ssl.create_default_context(cafile=folder / AUTHORITY_FILE)
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    shown.load_cert_chain(folder / CERTIFICATE_FILE, folder / KEY_FILE)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context.check_hostname = False
+    caller = context.wrap_bio(to_client, to_server)
+    server = shown.wrap_bio(to_server, to_client, server_side=True)
+    with pytest.raises(ssl.SSLWantReadError):
+        caller.do_handshake()
+    with pytest.raises(ssl.SSLWantReadError):
+        server.do_handshake()
+    caller.do_handshake()
