@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import CorollaError, SettingsError, StartupError, Unauthenticated
-from corolla.cli.interruption import interruptible
+from corolla.cli.interruption import begun_apart, interruptible
 from corolla.local.issuer_client import parsed_address
 from corolla.local.membership import Membership
 from corolla.trust.join_token import MAX_TOKEN_CHARS, JoinToken
@@ -62,7 +63,7 @@ def enrolled(issuer: str) -> Membership:
     is_waiting = False
     while True:
         try:
-            membership.enrol_pod(_needed_token())
+            begun_apart(partial(membership.enrol_pod, _needed_token())).result()
             return membership
         except (Unauthenticated, StartupError) as refusal:
             raise StartupError(refusal.message) from None
