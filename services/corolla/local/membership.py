@@ -11,7 +11,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from corolla.chassis.errors import StartupError, StoreUnavailable
+from corolla.chassis.errors import ServiceUnavailable, StartupError, StoreUnavailable
 from corolla.chassis.private_files import hold, make_private_folder, write_private
 from corolla.issuer.register import CERTIFICATE_LIFETIME_S
 from corolla.local.issuer_client import IssuerClient, showing_certificate
@@ -123,8 +123,7 @@ class Membership:
                 again.
         """
         with self._anew_after_failures():
-            client = self._connected(token)
-            client.refresh()
+            client = self._refreshed(token)
             self._write_revocations(client)
             certificate = (self.folder / CERTIFICATE_FILE).read_bytes()
             verifier = CertificateVerifier(client.authority, client.revocations)
@@ -139,9 +138,9 @@ class Membership:
             self._lock = None
 
     def _disconnect(self) -> None:
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     @contextmanager
     def _anew_after_failures(self) -> Iterator[None]:
@@ -161,6 +160,21 @@ class Membership:
         if self._client is None:
             self._client = IssuerClient.connect(self._address, digest)
         return self._client
+
+    def _refreshed(self, token: JoinToken | None) -> IssuerClient:
+        """Returns a client that has asked for what is revoked.
+
+        The issuer replaces its certificate, and a connection trusts one alone: a new one tells that from an outage.
+        """
+        client = self._connected(token)
+        try:
+            client.refresh()
+        except ServiceUnavailable:
+            if self._client is not client:  # closed meanwhile
+                raise
+            self._disconnect()
+            client = self._connected(token)
+        return client
 
     def _authority_digest(self) -> bytes:
         authority = x509.load_pem_x509_certificate((self.folder / AUTHORITY_FILE).read_bytes())
