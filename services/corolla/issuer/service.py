@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import logging
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ _SERVICE = issuer_pb2.DESCRIPTOR.services_by_name["IssuerService"]
 _NAMES: Final = ("localhost", "127.0.0.1")
 """Machines ask for the first name wherever the issuer is, since they trust the one certificate that they checked."""
 _OWN_FOLDER: Final = "issuer"
-_RETRY_S: Final = 60.0
+LOOK_INTERVAL_S: Final = 60.0
 # Each machine keeps a connection.
 _BOUNDS: Final = CallerBounds(MAX_REQUEST_BYTES, max_connections=MOST_MACHINES, max_connection_age_s=600.0)
 
@@ -57,7 +58,7 @@ class IssuerProcess:
         self._is_given = settings.tls_dir is not None
         self._sign = partial(_sign_own, file.authority, folder / _OWN_FOLDER, settings.trust_domain)
         if not self._is_given:
-            self._sign()
+            self._signed_s = self._sign()
         self._certificate = certificate = PublicCertificate(settings.tls_dir or folder / _OWN_FOLDER)
         self._tasks = TaskGroup(lambda: fail(self._rpc.not_ready), TaskMetrics(registry))
         self._rpc = RpcServer(
@@ -99,30 +100,34 @@ class IssuerProcess:
             self._tasks.start_restartable(self._sign_again, "own_certificate")
 
     async def _sign_again(self) -> None:
-        """Replaces the issuer's own certificate at half of its life, for ever."""
-        wait_s = CERTIFICATE_LIFETIME_S / 2
+        """Replaces the issuer's own certificate at half of its life, for ever.
+
+        It goes by the clock that certificates go by, since others stand still while a machine sleeps.
+        """
         while True:
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            if self._signed_s <= time.time() < self._signed_s + CERTIFICATE_LIFETIME_S / 2:
+                continue
             try:
-                await asyncio.to_thread(self._sign)
-                wait_s = CERTIFICATE_LIFETIME_S / 2
+                self._signed_s = await asyncio.to_thread(self._sign)
             except SettingsError as failure:
                 # A full disk, for example, has half of the certificate's life to become free.
                 log.warning("the issuer's certificate cannot be replaced: %s", failure.message)
-                wait_s = _RETRY_S
 
     async def stop(self) -> None:
         """Sets health to NOT_SERVING, lets running calls finish and closes everything."""
         await self._parts.stop()
 
 
-def _sign_own(authority: Authority, folder: Path, trust_domain: str) -> None:
-    """Signs the certificate that the issuer shows, into a folder. Raises SettingsError."""
-    ends = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=CERTIFICATE_LIFETIME_S)
+def _sign_own(authority: Authority, folder: Path, trust_domain: str) -> float:
+    """Signs the certificate that the issuer shows, into a folder. Returns the time. Raises SettingsError."""
+    now_s = time.time()
+    ends = datetime.datetime.fromtimestamp(now_s + CERTIFICATE_LIFETIME_S, datetime.UTC)
     try:
         authority.issue(folder, Workload(trust_domain, Role.ISSUER, "issuer"), _NAMES, ends)
     except OSError as failure:
         raise SettingsError(f"cannot write {folder}: {failure.strerror}") from None
+    return now_s
 
 
 def run(**overrides: Any) -> int:
