@@ -22,6 +22,8 @@ ALL_APIS: Final = ("monitoring.coreos.com/v1", "keda.sh/v1alpha1", "resource.k8s
 ADMISSION_API: Final = "admissionregistration.k8s.io/v1/ValidatingAdmissionPolicy"
 
 Object = dict[str, Any]
+NAMED: Final[Object] = {"issuer": {"existingSecret": "rel-corolla-identities"}}
+"""The chart wants to know the Secret's name where it sees no cluster."""
 
 
 class Refused(Exception):
@@ -45,7 +47,9 @@ def render(
     upgrades: bool = False,
 ) -> list[Object]:
     """The objects of release `rel` in namespace `ns`, of which the caller may change its copy. Raises Refused."""
-    return copy.deepcopy(_rendered(json.dumps(values or {}), tuple(files), kubernetes, tuple(apis), upgrades))
+    values = dict(values or {})
+    values["issuer"] = NAMED["issuer"] | values.get("issuer", {})
+    return copy.deepcopy(_rendered(json.dumps(values), tuple(files), kubernetes, tuple(apis), upgrades))
 
 
 @functools.cache

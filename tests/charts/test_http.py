@@ -6,7 +6,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.charts.rendering import CHART, CURRENT, Object, named, of_kind, pod_specs, render, template
+from tests.charts.rendering import CHART, CURRENT, Object, named, of_kind, pod_specs, render
 
 EXAMPLES = CHART / "examples"
 VERSION = CURRENT.rpartition(".")[0]
@@ -53,4 +53,4 @@ def test_the_gateway_leads_to_the_service() -> None:
 
 
 def test_examples_are_no_part_of_a_release() -> None:
-    assert of_kind(template([]), "Ingress", "Gateway", "HTTPRoute", "GRPCRoute") == []
+    assert of_kind(render(), "Ingress", "Gateway", "HTTPRoute", "GRPCRoute") == []

@@ -630,6 +630,18 @@ def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
     assert {("any", 6380), ("any", 26380)} <= admitted(objects, "router", "egress")
 
 
+def test_redis_lives_and_reads_another_certificate_when_its_own_has_ended() -> None:
+    """Redis is not run here, since the tests' own has no TLS."""
+    redis = pod_specs(render())["rel-corolla-redis"]["containers"][0]
+    probes = {kind: redis[f"{kind}Probe"]["exec"]["command"][-1] for kind in ("liveness", "readiness")}
+    (reads,) = [line for line in redis["args"][0].splitlines() if "config set tls-cert-file" in line]
+    for unchecked in (probes["liveness"], reads):
+        assert "redis-cli --tls --insecure " in unchecked
+    assert "redis-cli --tls --cacert /run/corolla/tls/ca.crt ping" in probes["readiness"]
+    in_the_clear = pod_specs(render(IN_THE_CLEAR))["rel-corolla-redis"]["containers"][0]
+    assert "--tls" not in json.dumps(in_the_clear)
+
+
 PASSWORD: Final = "a/b@c:d#e%2F \"f\\g'h$i`"
 
 

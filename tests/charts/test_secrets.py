@@ -6,7 +6,7 @@ Where it is only rendered, it generates none.
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -22,11 +22,12 @@ from corolla.trust.authority import Authority
 from corolla.trust.credentials import CertificateHolders
 from corolla.trust.join_token import JoinToken
 from corolla.trust.workload import Role, Workload
-from tests.charts.rendering import ALL_APIS, CURRENT, Object, Refused, of_kind, template
+from tests.charts.rendering import ALL_APIS, CURRENT, NAMED, Object, Refused, named, of_kind, render, template
 
 PASSWORD: Final = "rel-corolla-redis"
 IDENTITIES: Final = "rel-corolla-identities"
 NAMESPACE: Final = "/api/v1/namespaces/ns"
+REDIS: Final = "/apis/apps/v1/namespaces/ns/statefulsets/rel-corolla-redis"
 DISCOVERY: Final[Object] = {
     "/version": {"major": "1", "minor": CURRENT.split(".")[1], "gitVersion": f"v{CURRENT}"},
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
@@ -39,6 +40,11 @@ DISCOVERY: Final[Object] = {
             for name, kind in (("secrets", "Secret"), ("configmaps", "ConfigMap"))
         ],
     },
+    "/apis/apps/v1": {
+        "kind": "APIResourceList",
+        "groupVersion": "apps/v1",
+        "resources": [{"name": "statefulsets", "namespaced": True, "kind": "StatefulSet", "verbs": ["get", "list"]}],
+    },
 }
 
 
@@ -48,10 +54,12 @@ def arguments() -> list[str]:
 
 @contextmanager
 def cluster(folder: Path, *present: Object) -> Iterator[dict[str, str]]:
-    """The environment in which helm finds an API server that knows these Secrets and ConfigMaps and nothing else."""
+    """The environment in which helm finds an API server that knows these objects and nothing else."""
     listed = {"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": []}
     answers = DISCOVERY | {f"{NAMESPACE}/secrets": listed}
-    answers |= {f"{NAMESPACE}/{each['kind'].lower()}s/{each['metadata']['name']}": each for each in present}
+    for each in present:
+        place = REDIS if each["kind"] == "StatefulSet" else f"{NAMESPACE}/{each['kind'].lower()}s"
+        answers[place if place == REDIS else f"{place}/{each['metadata']['name']}"] = each
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -97,9 +105,17 @@ def drawn(environment: dict[str, str]) -> dict[str, dict[str, str]]:
 
 
 def test_rendering_is_deterministic_and_holds_no_secret() -> None:
-    first, second = template(arguments()), template(arguments())
+    first, second = (template(arguments(), json.dumps(NAMED)) for _ in range(2))
     assert first == second
     assert of_kind(first, "Secret") == []
+
+
+def test_who_only_renders_must_say_where_certificates_come_from() -> None:
+    """Argo CD would otherwise give certificates to a release that has none."""
+    with pytest.raises(Refused, match=r"without a cluster.*issuer\.existingSecret.*tls\.enabled=false"):
+        template(arguments())
+    for values in OTHERWISE[1:]:
+        template(arguments(), json.dumps(values))
 
 
 def test_an_installation_draws_a_password_an_authority_and_tokens(tmp_path: Path) -> None:
@@ -157,3 +173,18 @@ def test_an_upgrade_keeps_the_way_in_which_pods_get_certificates(tmp_path: Path,
         says = "leave `tls` as it was" if folder else r"or set tls\.enabled=false"
         with pytest.raises(Refused, match=says):
             template(upgrade, json.dumps(OTHERWISE[before - 1]), environment)
+
+
+@pytest.mark.parametrize("had_certificate", [True, False])
+def test_an_upgrade_gives_redis_no_certificate_that_routers_do_not_await(tmp_path: Path, had_certificate: bool) -> None:
+    values = json.dumps(OTHERWISE[2])
+    redis = present("StatefulSet", "rel-corolla-redis", {})
+    if had_certificate:
+        redis["spec"] = named(render(OTHERWISE[2]), "StatefulSet", "rel-corolla-redis")["spec"]
+    else:
+        redis["spec"] = {"template": {"spec": {"containers": [{"name": "redis", "args": ["exec redis-server -"]}]}}}
+    known = present("ConfigMap", "rel-corolla-router", {"COROLLA_TLS_DIR": "/etc/corolla/tls"})
+    with cluster(tmp_path, known, redis) as environment:
+        upgrade = ["--dry-run=server", "--is-upgrade", *arguments()]
+        with nullcontext() if had_certificate else pytest.raises(Refused, match="install a second release"):
+            template(upgrade, values, environment)

@@ -14,7 +14,7 @@ import yaml
 from corolla.chassis.settings import PREFIX
 from corolla.cli.enrolment import TOKEN_FILE_VARIABLE
 from corolla.cli.service_commands import ISSUER_VARIABLE
-from tests.charts.rendering import Object, Refused, helm, named, of_kind, pod_specs, render
+from tests.charts.rendering import NAMED, Object, Refused, helm, named, of_kind, pod_specs, render
 from tests.tiers import quick
 from tools.chart import CHART, SET_BY_THE_CHART, SETTINGS, Value, camel_case, read_values
 
@@ -295,7 +295,7 @@ def test_the_notes_name_the_next_commands(tmp_path: Path) -> None:
     def shown(values: Object) -> str:
         command = [helm(), "template", "rel", str(chart), "--namespace", "ns", "--show-only", "templates/notes.yaml"]
         done = subprocess.run(
-            [*command, "--values", "-"], input=json.dumps(values), capture_output=True, text=True, check=True
+            [*command, "--values", "-"], input=json.dumps(NAMED | values), capture_output=True, text=True, check=True
         )
         return str(yaml.safe_load(done.stdout)["text"])
 

@@ -19,8 +19,12 @@
 {{- end -}}
 {{- end }}
 
-{{/* Pods that get their certificates in different ways do not trust each other, so a release stays as it was. */}}
+{{/* Pods that get their certificates in different ways do not trust each other, so a release stays as it was. Where it is
+     only rendered, nobody knows what it was. */}}
 {{- define "corolla.checkSwitch" -}}
+{{- if and (include "corolla.usesIssuer" .) (not .Values.issuer.existingSecret) (not (lookup "v1" "Secret" .Release.Namespace "")) }}
+{{- fail "this is rendered without a cluster, so no authority can be generated: create a Secret by `corolla tokens pods` and name it in issuer.existingSecret (docs/kubernetes.md), or set tls.enabled=false for a release that has no certificates" }}
+{{- end }}
 {{- if .Release.IsUpgrade }}
 {{- with lookup "v1" "ConfigMap" .Release.Namespace (printf "%s-router" (include "corolla.fullname" .)) }}
 {{- $had := default "" (get .data "COROLLA_TLS_DIR") }}
@@ -28,6 +32,13 @@
 {{- fail (printf "release %s has no certificates, and pods with certificates do not speak with pods without; install a second release and move the callers to it (docs/kubernetes.md), or set tls.enabled=false" $.Release.Name) }}
 {{- else if ne $had (include "corolla.tlsDir" $) }}
 {{- fail (printf "release %s has certificates from elsewhere than these values name, or they name none, and its pods would not speak with new ones; leave `tls` as it was, or install a second release and move the callers to it" $.Release.Name) }}
+{{- end }}
+{{- end }}
+{{- if and .Values.redis.enabled .Values.tls.enabled }}
+{{- with lookup "apps/v1" "StatefulSet" .Release.Namespace (printf "%s-redis" (include "corolla.fullname" .)) }}
+{{- if not (contains "--tls-port" (toJson .spec)) }}
+{{- fail (printf "Redis of release %s has no certificate yet, and routers that run would not speak with one that has; install a second release and move the callers to it (docs/kubernetes.md)" $.Release.Name) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
