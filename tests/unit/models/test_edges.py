@@ -34,7 +34,9 @@ class Ends:
     def __init__(self, model: Any, layers: str) -> None:
         self.first_input = torch.empty(0)
         self.last_output = torch.empty(0)
-        blocks = model.base_model.get_submodule(layers)
+        # In transformers, Llama 4's text model names no submodule as its base.
+        base = model.base_model if model.base_model is not model else model.model
+        blocks = base.get_submodule(layers)
         blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
         blocks[-1].register_forward_hook(self._keep_output)
 
