@@ -26,9 +26,9 @@ from corolla.wire.stream import Connect, Receiver, Stream
 log = logging.getLogger(__name__)
 
 MOST_ASKED: Final = 16
-"""If there are more servers, so many are asked, spread evenly over all of them."""
+"""The most servers that one asks; in a larger fleet, they are spread evenly over it."""
 _MOST_ANSWERED: Final = 16
-"""So many servers are connected to at a time; further ones get no answer, and do not wait for it."""
+"""The most servers that one connects to at a time. It ignores others that ask, and they give up waiting soon."""
 _MAX_ADDRESS_CHARS: Final = 512
 _CONNECT_S: Final = 1.5
 _LOOK_UP_S: Final = 1.0

@@ -64,7 +64,7 @@ class Beginnings:
 
 
 class _Holders:
-    """The servers that hold beginnings; those of the beginnings that were noted longest ago are dropped."""
+    """Maps beginnings to the servers that hold them, and drops the beginnings that were noted longest ago."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -294,7 +294,7 @@ def _lies_in_panels(projection: Projection) -> bool:
 
 
 def _projections(layer: FusedLayer) -> list[Any]:
-    """The layer's projections, in the order of `PROJECTIONS`, the last two of which a mixture lacks."""
+    """Returns the layer's projections in the order of `PROJECTIONS`; a mixture lacks the last two."""
     own, mlp = [layer.query_key_value, layer.output], layer.mlp
     return [*own, mlp.gate_up, mlp.down] if isinstance(mlp, GatedMlp) else own
 

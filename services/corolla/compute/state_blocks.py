@@ -28,7 +28,7 @@ _NORMS: Final = (
 )
 _MIXERS: Final = ("linear_attn", "mamba", "conv", "self_attn", "mixer")
 _MLPS: Final = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp")
-# The attributes by which Falcon-H1 scales the inputs and outputs of its parts.
+# Falcon-H1 scales the inputs and outputs of its parts by these attributes.
 _SCALES: Final[Mapping[str, tuple[str, str]]] = {
     "mamba": ("", "ssm_out_multiplier"),
     "self_attn": ("attention_in_multiplier", "attn_out_multiplier"),

@@ -114,7 +114,7 @@ def module_source(shape: Shape) -> str:
 
 
 class _Piece:
-    """What both functions share: which part of which row and head a piece is, and the loop over the row's tokens."""
+    """Writes what both functions share: they find the row, head and part of a piece, and loop over the row's tokens."""
 
     def __init__(self, shape: Shape) -> None:
         self.heads = shape.heads
