@@ -79,6 +79,11 @@ class SessionPages:
         num_whole = self.num_tokens // self.pool.page_tokens
         return replace(self._text, hashes=self._text.hashes[:num_whole], num_tokens=self.num_tokens)
 
+    @property
+    def has_names(self) -> bool:
+        """The pages may get names, by which other sessions find them: pages alone are all that a session holds."""
+        return True
+
     def charge_to(self, account: str | None) -> None:
         """Charges an account for the pages held in common; None: no account is charged for this session's."""
         for table in self.tables:
@@ -209,6 +214,8 @@ class SessionPages:
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
         """
+        if not self.has_names:
+            text = None
         to_find = None if self.num_tokens else text
         num_known = 0 if text is None else text.num_tokens
         most_tokens = num_known if max_tokens is None else max_tokens
@@ -348,6 +355,8 @@ class SessionPages:
 
     def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
         """Notes the digests of the first whole pages, so that other sessions may reuse these pages."""
+        if not self.has_names:
+            return
         num_whole = min(len(hashes), self.num_tokens // self.pool.page_tokens)
         self._text = ExpectedText(salt, tuple(hashes[:num_whole]), num_whole * self.pool.page_tokens)
         self._remember(self._text, num_whole)

@@ -11,7 +11,7 @@ from corolla.cache.codecs import KVCodec
 from corolla.cache.host_pages import HostPages
 from corolla.cache.layout import LayerGroups
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import ExpectedText, PrefixName
+from corolla.cache.prefixes import PrefixName
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.states import LayerState, SessionStates
 from corolla.cache.tables import Extent
@@ -330,19 +330,9 @@ class SessionCache(SessionPages):
     def nearest_position(self, position: int) -> int:
         return super().nearest_position(position if self.states is None else self.states.nearest(position))
 
-    def allocate(
-        self,
-        max_tokens: int | None,
-        text: ExpectedText | None = None,
-        write_start: int = 0,
-        *,
-        is_copied: bool = False,
-    ) -> None:
-        super().allocate(max_tokens, text if self.states is None else None, write_start, is_copied=is_copied)
-
-    def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
-        if self.states is None:
-            super().set_page_hashes(salt, hashes)
+    @property
+    def has_names(self) -> bool:
+        return self.states is None
 
     def commit(self, num_tokens: int) -> None:
         if self.states is not None:
