@@ -3,10 +3,10 @@
 import asyncio
 import ipaddress
 import logging
-import socket
 from collections.abc import Mapping
 from typing import Final
 
+from corolla.chassis.addresses import addresses_of
 from corolla.chassis.errors import StartupError
 from corolla.chassis.settings import ServiceSettings
 
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
     if not host:
         return False
     try:
-        found = {str(each[4][0]) for each in socket.getaddrinfo(host.strip("[]"), None)}
+        found = addresses_of(host)
     except OSError:
         return False
     return all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found)

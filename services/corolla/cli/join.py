@@ -5,7 +5,6 @@ import ipaddress
 import math
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from corolla.chassis.addresses import addresses_of
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import CorollaError, ReleaseMismatch, StartupError, Unauthenticated
 from corolla.chassis.host_memory import available_bytes
@@ -347,6 +347,6 @@ def _own_address(options: JoinOptions) -> str:
     if options.host is None:
         return address_towards(parsed_address(options.address)[0])
     try:
-        return str(socket.getaddrinfo(options.host.strip("[]"), None)[0][4][0])
+        return addresses_of(options.host)[0]
     except OSError:
         raise StartupError(f"--host: no machine has the name {options.host}; name an address of this machine") from None

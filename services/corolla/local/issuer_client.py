@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import Message
 
-from corolla.chassis.addresses import split_address
+from corolla.chassis.addresses import addresses_of, split_address
 from corolla.chassis.errors import InvalidRequest, ReleaseMismatch, ServiceUnavailable, StartupError
 from corolla.local.ports import listening_socket
 from corolla.sdk.transport import CHANNEL_OPTIONS, error_of
@@ -155,7 +155,11 @@ class IssuerClient:
         request = enrolment_request(key, self.digest)
         reach = pb.ReachRequest(public_key=request.public_key, signature=request.signature, port=port)
         answer: pb.ReachResponse = self._call(self._stub.Reach, reach)
-        if not any(is_same_host(each, answer.host) for each in _addresses_of(host)):
+        try:
+            own = addresses_of(host)
+        except OSError:  # a name that only others know
+            own = []
+        if not any(is_same_host(each, answer.host) for each in own):
             raise StartupError(
                 f"the first machine sees this one at {answer.host}, not at {host}: name it by --host {answer.host} if "
                 "that is an address of this machine; else something translates addresses in between, so join over an "
@@ -227,13 +231,6 @@ def showing_certificate(host: str, port: int, folder: Path) -> Iterator[None]:
         ended.set()
         thread.join()
         listening.close()
-
-
-def _addresses_of(host: str) -> set[str]:
-    try:
-        return {str(each[4][0]) for each in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        return set()
 
 
 def _certificate_of(address: str) -> bytes:
