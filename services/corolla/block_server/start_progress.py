@@ -11,7 +11,7 @@ from corolla.models.read_ahead import tensors_of
 from corolla.wire.span import Span
 
 _MOST: Final = 0.99
-"""What follows the weights takes some time, too."""
+"""The share stays below one, since what follows the weights takes time, too."""
 _ENOUGH: Final = 0.02
 """The speed of a smaller share says little."""
 

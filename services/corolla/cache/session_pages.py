@@ -42,7 +42,7 @@ class SessionPages:
         self.num_tokens = 0
         self.num_reserved_tokens = 0
         self._text: ExpectedText | None = None
-        # What was looked up last, the pool's version then, and what was found.
+        # The last look-up: its text, its most tokens, the pool's version then, and what it found.
         self._looked_up: tuple[ExpectedText, int, int, _Match] | None = None
         self._num_remembered = 0
         self._has_stepped = False

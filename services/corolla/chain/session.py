@@ -70,7 +70,7 @@ class ChainSession(OpenSequences):
         self._limits = limits
         self._sampler = sampler
         self._history = TokenHistory()
-        # What is known of the text: the prompt, which the history follows, and goes on behind.
+        # The text as far as it is known: first the prompt, then what the history adds to it.
         self._text = next(iter(binding.open_options.named_texts), TextDigests())
         self._num_prompt_tokens = len(self._text)
         self._newest_id = 0

@@ -33,7 +33,7 @@ from corolla.models.whole_vectors import apart
 PIECE_TOKENS: Final = 64
 """A text is cut into pieces at the multiples of this number of tokens."""
 
-# What transformers adds to the squared lengths of queries and keys.
+# transformers adds this to the squared lengths of queries and keys.
 _EPSILON: Final = 1e-6
 # This layer's weights are read, so it stays plain.
 _READ: Final = "kv_b_proj"

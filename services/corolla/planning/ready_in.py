@@ -10,7 +10,7 @@ from corolla.v1 import router_pb2 as pb
 _MOST_MORE_S: Final = 60.0
 """How much longer than usual callers wait for servers that join."""
 _LATE_S: Final = 2.0
-"""So much later than it said a server may be ready: its next heartbeat, and the router's next push."""
+"""A server may be ready so much later than it said, since its next heartbeat and the router's next push take time."""
 
 
 def ready_in_seconds(

@@ -193,7 +193,7 @@ class Standbys:
                 session.on_change = nothing
 
     def _is_due(self, session: HopSession[SessionCache], progress: HandoverProgress) -> bool:
-        """So many tokens are settled that the next part should be copied."""
+        """Enough tokens are settled for the next part of the copy."""
         num_settled = min(session.num_settled_tokens, session.cache.num_tokens)
         num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
         return num_settled >= num_sent + part_tokens(num_settled, self.least_tokens)
