@@ -100,6 +100,30 @@ def new_ids(turn: int) -> list[int]:
     return [5 + (7 * turn + 3 * index) % 200 for index in range(11)]
 
 
+@each_in_turn
+async def test_texts_continue_from_states_that_others_left(tmp_path: Path, family: str) -> None:
+    model = checkpoint(tmp_path, family)
+    unsplit = Unsplit(model)
+    first = [5 + 7 * index % 200 for index in range(150)]
+    expected = unsplit.generate(first, 50, ignore_eos=True).token_ids
+    async with swarm_of(tmp_path, model) as swarm, swarm.connect() as client:
+        for prompt, num_cached in (
+            (first, 0),
+            # The last end of a page in the prompt, and one that a chunk of it had.
+            (first, 128),
+            ([*first[:140], *[9] * 30], 128),
+            ([*first[:100], *[8] * 30], 96),
+            # The last end of a page in the answer.
+            ([*first, *expected, 3, 4], 192),
+        ):
+            answer = await client.generate(prompt, max_tokens=50, ignore_eos=True)
+            assert list(answer.token_ids) == unsplit.generate(prompt, 50, ignore_eos=True).token_ids
+            assert answer.usage.cached_tokens == num_cached
+        answer = await answer_across_a_death(swarm, client, 1, 180, first, max_tokens=50, ignore_eos=True)
+        assert list(answer.token_ids) == expected
+        await swarm.until_empty()
+
+
 @some_kinds
 async def test_a_server_that_leaves_hands_states_over_and_nothing_is_computed_twice(
     tmp_path: Path, family: str

@@ -38,6 +38,7 @@ class Identity:
 
     Attributes:
         cuts_are_equal: see `KernelChoices`.
+        keeps_states: whether blocks of the span have recurrent states.
     """
 
     server_id: str
@@ -53,6 +54,7 @@ class Identity:
     vocab_size: int
     context_length: int
     cuts_are_equal: bool = False
+    keeps_states: bool = False
 
 
 @dataclass(eq=False, repr=False)

@@ -423,13 +423,12 @@ class BlockServer:
 
     def _make_servicer(self) -> None:
         settings, checkpoint, sessions, engine = self.settings, self._checkpoint, self._sessions, self.engine
-        # Sessions with recurrent states share no pages.
-        shares_pages = settings.prefix_cache and not self._runner.store.recurrent
         identity = Identity(
             server_id=self.server_id, span=self._span, model=checkpoint.name, fingerprint=self._fingerprint,
             dtype_name=settings.dtype, dtype=tensor_type(DTYPES[settings.dtype]), hidden_size=checkpoint.hidden_size,
             max_tokens_per_frame=self._max_tokens_per_frame,
-            prefix_page_tokens=settings.num_page_tokens if shares_pages else 0,
+            prefix_page_tokens=settings.num_page_tokens if settings.prefix_cache else 0,
+            keeps_states=bool(self._runner.store.recurrent),
             num_model_blocks=checkpoint.num_blocks, vocab_size=checkpoint.vocab_size,
             context_length=checkpoint.context_length, cuts_are_equal=self._runner.kernel_choices.cuts_are_equal,
         )  # fmt: skip

@@ -203,6 +203,7 @@ class BlockServicer:
                 takes_stream_ids=True,
                 takes_standbys=self.standbys is not None,
                 cuts_are_equal=identity.cuts_are_equal,
+                keeps_states=identity.keeps_states,
             )
         )
         return known_peer or peer

@@ -159,6 +159,7 @@ class SpanLoader:
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
             num_state_pages=layout.num_state_pages,
+            num_snapshots=layout.num_snapshots(cache_bytes) if settings.prefix_cache else 0,
         )
         runner.warm_up()
         check.compare(runner, checkpoint.name)

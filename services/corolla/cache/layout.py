@@ -13,6 +13,9 @@ NUM_KEPT_STATES: Final = 3
 
 _TOKENS_OF_STATES: Final = 64
 
+_SHARE_OF_SNAPSHOTS: Final = 8
+"""The part of a cache with recurrent states in which states at the ends of pages wait for other sessions."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
@@ -103,10 +106,20 @@ class CacheLayout:
     def num_pages(self, cache_bytes: int) -> int:
         """How many pages a server has within so many bytes, states included.
 
-        Recurrent states take memory in addition to the pages that stand for them. They take the most if each session
-        has only one other page: for every 1 + num_state_pages pages, the states then need num_state_pages pages more.
+        A part of them is for snapshots. Recurrent states take memory in addition to the pages that stand for them. They
+        take the most if each session has only one other page: for every 1 + num_state_pages pages, the states then need
+        num_state_pages pages more.
         """
+        cache_bytes -= self.snapshot_bytes(cache_bytes)
         return cache_bytes // self.page_bytes * (1 + self.num_state_pages) // (1 + 2 * self.num_state_pages)
+
+    def snapshot_bytes(self, cache_bytes: int) -> int:
+        """How many of so many bytes are for states at the ends of pages."""
+        return cache_bytes // _SHARE_OF_SNAPSHOTS if self.state_bytes else 0
+
+    def num_snapshots(self, cache_bytes: int) -> int:
+        """How many times a server keeps the states of all layers at the end of a page."""
+        return self.snapshot_bytes(cache_bytes) // self.state_bytes if self.state_bytes else 0
 
     def session_pages(self, num_tokens: int) -> int:
         """How many pages a server promises to a session of so many tokens."""
@@ -120,4 +133,5 @@ class CacheLayout:
     def session_bytes(self, num_tokens: int) -> int:
         """What a session of so many tokens takes from the memory for keys and values."""
         num_pages = self.session_pages(num_tokens)
-        return -(-num_pages * self.page_bytes * (1 + 2 * self.num_state_pages) // (1 + self.num_state_pages))
+        num_bytes = -(-num_pages * self.page_bytes * (1 + 2 * self.num_state_pages) // (1 + self.num_state_pages))
+        return -(-num_bytes * _SHARE_OF_SNAPSHOTS // (_SHARE_OF_SNAPSHOTS - 1)) if self.state_bytes else num_bytes

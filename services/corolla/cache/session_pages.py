@@ -79,11 +79,6 @@ class SessionPages:
         num_whole = self.num_tokens // self.pool.page_tokens
         return replace(self._text, hashes=self._text.hashes[:num_whole], num_tokens=self.num_tokens)
 
-    @property
-    def has_names(self) -> bool:
-        """The pages may get names, by which other sessions find them: pages alone are all that a session holds."""
-        return True
-
     def charge_to(self, account: str | None) -> None:
         """Charges an account for the pages held in common; None: no account is charged for this session's."""
         for table in self.tables:
@@ -214,8 +209,6 @@ class SessionPages:
         Raises:
             OutOfPages: the pool has too few pages; the session holds what it held before.
         """
-        if not self.has_names:
-            text = None
         to_find = None if self.num_tokens else text
         num_known = 0 if text is None else text.num_tokens
         most_tokens = num_known if max_tokens is None else max_tokens
@@ -229,13 +222,13 @@ class SessionPages:
         if to_find is not None:
             num_asked = len(self._hashes_to_find(to_find, most_tokens))
             self.pool.count_prefix_query(num_asked * self.pool.page_tokens, num_tokens)
-        if num_matched:
-            self._begin_with(num_matched, cached)
+        if to_find is not None and num_matched:
+            self._begin_with(to_find, num_matched, cached)
         self.reserve(num_reserved)
         self._text = None if is_copied else text
         self._looked_up, self._num_remembered, self._has_stepped = None, 0, False
 
-    def _begin_with(self, num_matched: int, cached: Sequence[Sequence[int]]) -> None:
+    def _begin_with(self, text: ExpectedText, num_matched: int, cached: Sequence[Sequence[int]]) -> None:
         """Holds pages of the prefix cache in place of all that the session has, its promise included."""
         for pages in cached:
             # What is held is not evicted when the session gives back what it had.
@@ -255,8 +248,9 @@ class SessionPages:
             return 0, []
         if (last := self._looked_up) is not None and last[0] is text and last[1:3] == (max_tokens, self.pool.version):
             return last[3]
-        found = self._found(text.salt, self._hashes_to_find(text, max_tokens))
-        num_matched = self._num_matched([[page is not None for page in pages] for pages in found])
+        hashes = self._hashes_to_find(text, max_tokens)
+        found = self._found(text.salt, hashes)
+        num_matched = self._num_matched(text.salt, hashes, [[page is not None for page in pages] for pages in found])
         first = [table.num_passed_pages(num_matched) for table in self.tables]
         needed = [pages[start:num_matched] for start, pages in zip(first, found, strict=True)]
         match = num_matched, [[page for page in pages if page is not None] for pages in needed]
@@ -273,13 +267,15 @@ class SessionPages:
         hashes = self._hashes_to_find(text, max_tokens)
         found = self._found(text.salt, hashes)
         num_matched = self._num_matched(
+            text.salt,
+            hashes,
             [
                 [
                     page is not None or PrefixKey(text.salt, each, group) in host
                     for each, page in zip(hashes, pages, strict=True)
                 ]
                 for group, pages in enumerate(found)
-            ]
+            ],
         )
         num_passed = [table.num_passed_pages(num_matched) for table in self.tables]
         missing = [
@@ -302,7 +298,8 @@ class SessionPages:
         groups = range(len(self.tables))
         return [[self.pool.find_prefix(PrefixKey(salt, each, group)) for each in hashes] for group in groups]
 
-    def _num_matched(self, is_there: Sequence[Sequence[bool]]) -> int:
+    def _num_matched(self, salt: bytes, hashes: Sequence[bytes], is_there: Sequence[Sequence[bool]]) -> int:
+        """How many pages at the beginning of a text an empty session continues from, if these are there."""
         return longest_match(is_there, [table.num_needed_pages() for table in self.tables])
 
     def make_writable(self, position: int, num_tokens: int) -> Copies:
@@ -355,8 +352,6 @@ class SessionPages:
 
     def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
         """Notes the digests of the first whole pages, so that other sessions may reuse these pages."""
-        if not self.has_names:
-            return
         num_whole = min(len(hashes), self.num_tokens // self.pool.page_tokens)
         self._text = ExpectedText(salt, tuple(hashes[:num_whole]), num_whole * self.pool.page_tokens)
         self._remember(self._text, num_whole)

@@ -11,9 +11,10 @@ from corolla.cache.codecs import KVCodec
 from corolla.cache.host_pages import HostPages
 from corolla.cache.layout import LayerGroups
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import PrefixName
+from corolla.cache.prefixes import ExpectedText, PrefixName, longest_match
 from corolla.cache.session_pages import SessionPages
-from corolla.cache.states import LayerState, SessionStates
+from corolla.cache.snapshots import StateSnapshots
+from corolla.cache.states import LayerState, LayerStates, SessionStates
 from corolla.cache.tables import Extent
 from corolla.wire.device_copies import hand_to_steps, on_copy_stream, record_copies
 from corolla.wire.span import Span
@@ -35,11 +36,13 @@ class KVStore:
         recurrent: indices of the layers of the span that keep a recurrent state.
         pageless: indices of the layers that keep no keys and values.
         num_state_pages: how many pages stand for the memory of one session's recurrent states.
+        num_snapshots: how many times the states of all layers at the end of a page are kept for other sessions.
         key_shapes: for each kind of layers, the number of key heads and the sizes of keys and values, where these
             differ; then a slot has room for the largest. Otherwise empty.
 
     Attributes:
         scratch_page: the id of the scratch page; None without one.
+        snapshots: the states at the ends of pages of the prefix cache.
         state_shapes: the shapes of the states of recurrent layers that were used, by layer.
     """
 
@@ -55,6 +58,7 @@ class KVStore:
         recurrent: Collection[int] = (),
         pageless: Collection[int] = (),
         num_state_pages: int = 0,
+        num_snapshots: int = 0,
         key_shapes: Collection[tuple[int, int, int]] = (),
     ) -> None:
         self.codec = codec
@@ -63,6 +67,7 @@ class KVStore:
         self.recurrent = frozenset(recurrent)
         self.pageless = frozenset(pageless)
         self.num_state_pages = num_state_pages
+        self.snapshots = StateSnapshots[LayerStates](num_snapshots)
         self.state_shapes: dict[int, LayerState] = {}
         self.pool = PagePool(num_pages, page_tokens)
         self.groups = LayerGroups.from_windows(windows, self.pageless)
@@ -304,8 +309,8 @@ class SessionCache(SessionPages):
     Attributes:
         blocks: the run of blocks whose keys and values it holds; None before the first step.
         states: the states of recurrent layers; None if the span has no such layers. A session with states continues
-            only from positions with a kept state, and does not use the prefix cache, since pages alone are not the
-            whole prefix.
+            only from positions with a kept state, so it finds a beginning of its text in the prefix cache only up to a
+            page at whose end the store has a snapshot.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -313,6 +318,8 @@ class SessionCache(SessionPages):
         self.store = store
         self.blocks: Span | None = None
         self.states = SessionStates() if store.recurrent else None
+        # The name of the newest states of the session's prompt that the store keeps.
+        self._newest_snapshot: bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -330,14 +337,20 @@ class SessionCache(SessionPages):
     def nearest_position(self, position: int) -> int:
         return super().nearest_position(position if self.states is None else self.states.nearest(position))
 
-    @property
-    def has_names(self) -> bool:
-        return self.states is None
-
     def commit(self, num_tokens: int) -> None:
+        super().commit(num_tokens)
         if self.states is not None:
             self.states.commit(num_tokens)
-        super().commit(num_tokens)
+            if not num_tokens % self.pool.page_tokens:
+                self._keep_states(num_tokens, self.states.at(num_tokens))
+
+    def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
+        super().set_page_hashes(salt, hashes)
+        snapshots = self.store.snapshots
+        num_pages = snapshots.unnamed_position(self) // self.pool.page_tokens
+        if 0 < num_pages <= len(hashes):
+            snapshots.give_name(self, salt + hashes[num_pages - 1])
+            self.pool.version += 1
 
     def commit_copied(self, num_tokens: int) -> None:
         """Notes that the first `num_tokens` tokens were copied here, without states: the older ones stay."""
@@ -351,6 +364,8 @@ class SessionCache(SessionPages):
         super().truncate(num_tokens)
         if self.states is not None:
             self.states.truncate(num_tokens)
+            if self.store.snapshots.unnamed_position(self) > num_tokens:
+                self.store.snapshots.drop_unnamed(self)
 
     def clear(self) -> None:
         """Gives all pages and states back, promised pages included. The next tokens may belong to other blocks."""
@@ -358,6 +373,8 @@ class SessionCache(SessionPages):
         self.blocks = None
         if self.states is not None:
             self.states.truncate(0)
+            self.store.snapshots.drop_unnamed(self)
+            self._newest_snapshot = None
 
     def prepare(self, position: int, num_tokens: int) -> None:
         """Prepares the pages of a step before it is computed, so that they exist and may be written.
@@ -386,6 +403,31 @@ class SessionCache(SessionPages):
         extents = self.extents(end, start, self.store.group_of(layer))
         keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
+
+    def _num_matched(self, salt: bytes, hashes: Sequence[bytes], is_there: Sequence[Sequence[bool]]) -> int:
+        if self.states is None:
+            return super()._num_matched(salt, hashes, is_there)
+        # States are like a window of one page: only those at the end of the last one count.
+        has_states = [salt + each in self.store.snapshots for each in hashes]
+        num_needed = [table.num_needed_pages() for table in self.tables]
+        return longest_match([*is_there, has_states], [*num_needed, 1])
+
+    def _begin_with(self, text: ExpectedText, num_matched: int, cached: Sequence[Sequence[int]]) -> None:
+        super()._begin_with(text, num_matched, cached)
+        if self.states is not None:
+            self.states.arrive(self.num_tokens, self.store.snapshots.use(text.salt + text.hashes[num_matched - 1]))
+
+    def _keep_states(self, position: int, states: LayerStates) -> None:
+        """Keeps the states at the end of a page, with the page's name if it has one already."""
+        snapshots, num_pages, text = self.store.snapshots, position // self.pool.page_tokens, self._text
+        if text is None or num_pages > len(text.hashes):
+            snapshots.keep_unnamed(self, position, states)
+        else:
+            name = text.salt + text.hashes[num_pages - 1]
+            snapshots.keep(name, states, after=self._newest_snapshot)
+            self._newest_snapshot = name
+        # Look-ups of an open are repeated if something was evicted.
+        self.pool.version += 1
 
     def _pages_between(self, start: int, end: int) -> list[int]:
         """The held pages of the tokens `[start, end)` in all groups."""

@@ -20,7 +20,7 @@ from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ALL_TOKENS, ChainBinding, ChainLimits, OpenOptions, Reservations, hop_salts
 from corolla.chain.routes import Routes
 from corolla.chain.standbys import Standbys
-from corolla.chain.step_window import StepWindow, chunk_tokens
+from corolla.chain.step_window import StepWindow, chunk_tokens, whole_pages
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import CorollaError, InternalError
@@ -420,6 +420,8 @@ class ChainSession(OpenSequences):
         """
         num_hops, first, max_steps = len(self.chain.hops), self.position, self._limits.max_microbatches
         num_busy_hops = min(num_hops, max_steps or num_hops)
+        keeping = [hop.address for hop in self.chain.hops if self._plane.keeps_states(hop.address)]
+        state_page_tokens = max(map(self._plane.page_tokens, keeping), default=0)
 
         def append(chunk: Sequence[int], results: Sequence[HiddenStates]) -> None:
             if readout is not None:
@@ -434,9 +436,11 @@ class ChainSession(OpenSequences):
                 is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.chunk_tokens(self._binding.max_step_tokens, during_decode=is_shared)
                 size = chunk_tokens(len(token_ids), num_busy_hops, most)
-                chunk = token_ids[start : start + size]
                 position = first + start
-                start += len(chunk)
+                num_left = len(token_ids) - start
+                size = whole_pages(position, min(size, num_left), state_page_tokens, is_last=size >= num_left)
+                chunk = token_ids[start : start + size]
+                start += size
                 is_last = start == len(token_ids)
                 row = self._row(chunk, int(is_last and not is_all), position)
                 if readout is not None and (asked := readout.of(position, len(chunk))) is not None:

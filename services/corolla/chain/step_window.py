@@ -33,6 +33,22 @@ def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
     return min(max(even, MIN_CHUNK_TOKENS), max_tokens)
 
 
+def whole_pages(position: int, num_tokens: int, page_tokens: int, *, is_last: bool) -> int:
+    """Tokens of a chunk that ends with a page, where that is possible, and so leaves states that other texts find.
+
+    Another text continues only before its last token, so the last chunk of a prompt begins at the last end of a page.
+
+    Args:
+        position: where the chunk begins.
+        num_tokens: how many tokens it would have otherwise, at least 1.
+        page_tokens: tokens of a page; 0: no server keeps states.
+        is_last: whether the prompt would end with this chunk.
+    """
+    end = position + num_tokens
+    whole = page_tokens and (end - is_last) // page_tokens * page_tokens
+    return whole - position if whole > position else num_tokens
+
+
 class StepWindow(Generic[Step]):
     """The steps that were sent and have no answer yet, oldest first. Leaving the context drops those that remain.
 

@@ -132,6 +132,11 @@ class DataPlane:
         welcome = self._welcome(address)
         return 0 if welcome is None else welcome.page_tokens
 
+    def keeps_states(self, address: str) -> bool:
+        """Blocks of the connected server have recurrent states."""
+        welcome = self._welcome(address)
+        return welcome is not None and welcome.keeps_states
+
     def has_draft_model(self, address: str) -> bool:
         """The connected server drafts tokens with a small model."""
         welcome = self._welcome(address)

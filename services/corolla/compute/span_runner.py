@@ -48,7 +48,7 @@ class SpanRunner:
         has_scratch_page: see `KVStore`; recorded decode steps need it.
         max_stack_bytes: the most bytes of stacks, the stacked copies of adapters that ran together.
         kv_cache_dtype: how keys and values are stored: `auto`, as the model computes them, or a key of CODECS.
-        num_state_pages: see `KVStore`.
+        num_state_pages, num_snapshots: see `KVStore`.
 
     Attributes:
         stacks: the stacked copies of adapters.
@@ -70,6 +70,7 @@ class SpanRunner:
         max_stack_bytes: int = 256 << 20,
         kv_cache_dtype: str = "auto",
         num_state_pages: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
         self.model = model
         self.stacks = AdapterStacks(max_stack_bytes)
@@ -82,7 +83,7 @@ class SpanRunner:
             num_pages, page_tokens, model.windows, max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
-            num_state_pages=num_state_pages, key_shapes=key_shapes(model.config),
+            num_state_pages=num_state_pages, num_snapshots=num_snapshots, key_shapes=key_shapes(model.config),
         )  # fmt: skip
         if model.fused is not None:
             self.blocks = FusedBlocks(model.fused, self.stacks)

@@ -340,6 +340,7 @@ class Welcome(_message.Message):
     HAS_DRAFT_MODEL_FIELD_NUMBER: _builtins.int
     TAKES_STREAM_IDS_FIELD_NUMBER: _builtins.int
     TAKES_STANDBYS_FIELD_NUMBER: _builtins.int
+    KEEPS_STATES_FIELD_NUMBER: _builtins.int
     CUTS_ARE_EQUAL_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
@@ -352,6 +353,8 @@ class Welcome(_message.Message):
     """Whether the server supports Hello.stream_id."""
     takes_standbys: _builtins.bool
     """Whether the server copies sessions to standbys, and holds sessions as a standby itself."""
+    keeps_states: _builtins.bool
+    """Whether blocks have recurrent states. Other sessions continue only from the ends of steps that are ends of pages."""
     cuts_are_equal: _builtins.bool
     """Whether the server has tried that a token gets the same bits however its text is cut into steps."""
     @_builtins.property
@@ -367,11 +370,12 @@ class Welcome(_message.Message):
         has_draft_model: _builtins.bool = ...,
         takes_stream_ids: _builtins.bool = ...,
         takes_standbys: _builtins.bool = ...,
+        keeps_states: _builtins.bool = ...,
         cuts_are_equal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts_are_equal", b"cuts_are_equal", "dtype", b"dtype", "has_draft_model", b"has_draft_model", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts_are_equal", b"cuts_are_equal", "dtype", b"dtype", "has_draft_model", b"has_draft_model", "keeps_states", b"keeps_states", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
