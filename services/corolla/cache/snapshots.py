@@ -13,8 +13,8 @@ _SHARE_OF_UNNAMED = 4
 class StateSnapshots(Generic[States]):
     """The states of all layers at the ends of whole pages, in at most `num_places` places.
 
-    The name of a page stands for the text up to its end, and so for the state there. While an answer goes on, nobody
-    has named its pages, and the state at the end of its newest page waits for a name.
+    The name of a page stands for the text up to its end, and so for the state there. Pages of an answer have no names
+    while it goes on, so the state at the end of its newest page waits for one.
 
     The states that were used least recently go first. Of one prompt, those at earlier ends go before the one at its
     last.
