@@ -4,12 +4,15 @@ import errno
 import random
 import socket
 import sys
+from contextlib import ExitStack, suppress
+from typing import Final
 
 from corolla.chassis.addresses import host_port
 from corolla.chassis.errors import StartupError
 
 # The range lies below the ports of outgoing connections, so that none of these takes a port before its server does.
 _FIRST, _LAST = 20_000, 32_000
+_MAY_HOLD: Final = sys.platform == "linux"
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -41,31 +44,27 @@ def listening_socket(host: str, port: int) -> socket.socket:
 class Ports:
     """Hands out ports, each only once.
 
-    A process begins to listen some time after it got its port. Until then, and while it is started again, another stack
-    on this machine could take the port. So a socket that does not listen holds each port until `close`. Systems other
-    than Linux do not let two sockets share a port in this way, so ports are not held there.
+    A process begins to listen some time after it got its port. Until then, and while it is started again, others could
+    take the port. So a socket that does not listen holds each port until `close`, and a second one, of the port's
+    name among Unix sockets, keeps out other stacks of this machine: that name has one owner, however many sockets share
+    a port. Systems other than Linux have neither, so ports are not held there.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, socket.socket | None] = {}
+        self._held: dict[int, ExitStack] = {}
 
     def given(self, port: int, what: str, host: str = "127.0.0.1") -> int:
         """Takes the port that the user gives. Raises StartupError if the port is not free."""
-        if port in self._held or not is_free(port, host):
+        if not self._takes(port, host):
             raise StartupError(f"port {port} for the {what} is taken; choose another one, or stop what listens there")
-        self._held[port] = _hold(port, host, shares=True)
         return port
 
     def free(self, preferred: int | None = None, host: str = "127.0.0.1") -> int:
         """Takes the preferred port if it is free, otherwise any free port."""
-        if preferred is not None and preferred not in self._held and is_free(preferred, host):
-            return self.given(preferred, "", host)
+        if preferred is not None and self._takes(preferred, host):
+            return preferred
         for port in random.sample(range(_FIRST, _LAST), 200):
-            if port not in self._held and is_free(port, host):
-                try:
-                    self._held[port] = _hold(port, host, shares=False)
-                except OSError:  # another stack holds it, or closed connections linger
-                    continue
+            if self._takes(port, host):
                 return port
         raise StartupError("no free port was found")
 
@@ -78,39 +77,27 @@ class Ports:
     def close(self) -> None:
         """Releases all ports that are held."""
         for held in self._held.values():
-            if held is not None:
-                held.close()
+            held.close()
+
+    def _takes(self, port: int, host: str) -> bool:
+        """Takes a port, unless this stack or another one has it or something listens there."""
+        if port in self._held:
+            return False
+        with ExitStack() as held, suppress(OSError):
+            if _MAY_HOLD:
+                # A name that begins with a zero ends with its process, and belongs to a network namespace as ports do.
+                held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0corolla-port-{port}")
+            if is_free(port, host):
+                if _MAY_HOLD:
+                    held.enter_context(_socket(host)).bind((host, port))
+                self._held[port] = held.pop_all()
+        return port in self._held
 
 
-def _hold(port: int, host: str, *, shares: bool) -> socket.socket | None:
-    """Makes a socket that holds a port, and lets other sockets bind it, too.
-
-    Args:
-        shares: whether another socket that does not listen may have the port already; if false, such a socket makes
-            this raise OSError.
-    """
-    if sys.platform != "linux":
-        return None
-    held = _socket(host, shares=shares)
-    try:
-        held.bind((host, port))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except OSError:
-        held.close()
-        raise
-    return held
-
-
-def _socket(host: str, *, shares: bool = True) -> socket.socket:
-    """A socket of the host's family; one of IPv6 is of IPv4, too.
-
-    Args:
-        shares: whether the port may be one on which closed connections linger, or that another socket holds which does
-            not listen. Servers set this option, too.
-    """
+def _socket(host: str) -> socket.socket:
+    """A socket of the host's family, which lets others bind its port, too; one of IPv6 is of IPv4, too."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     if made.family == socket.AF_INET6:
         made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    if shares:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return made

@@ -64,3 +64,20 @@ def test_what_one_stack_has_another_does_not_get_and_its_own_processes_do(monkey
         listener.listen()
     ours.close()
     theirs.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has names of sockets that end with their process")
+def test_two_stacks_that_start_at_once_share_no_usual_port() -> None:
+    ours, theirs = Ports(), Ports()
+    usual = ours.free()
+    ours.close()
+    ours = Ports()
+    assert ours.choose(None, usual, "block server") == usual
+    assert theirs.choose(None, usual, "block server") != usual
+    with pytest.raises(StartupError, match=f"port {usual} for the router is taken"):
+        theirs.given(usual, "router")
+    with pytest.raises(StartupError):
+        theirs.given(usual, "router", "::")
+    ours.close()
+    assert theirs.given(usual, "router") == usual
+    theirs.close()
