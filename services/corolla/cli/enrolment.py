@@ -12,7 +12,8 @@ from typing import Final
 
 from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import CorollaError, SettingsError, StartupError, Unauthenticated
-from corolla.cli.interruption import begun_apart, interruptible
+from corolla.chassis.threads import begun_apart
+from corolla.cli.interruption import interruptible
 from corolla.local.issuer_client import parsed_address
 from corolla.local.membership import Membership
 from corolla.trust.join_token import MAX_TOKEN_CHARS, JoinToken

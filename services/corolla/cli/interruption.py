@@ -4,10 +4,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol
 
 EXIT_INTERRUPTED: Final = 130
 INTERRUPTED: Final = "corolla: a signal ended the command before it was done; run it again to begin anew\n"
@@ -58,27 +57,6 @@ def interruptible() -> Iterator[None]:
 
     with _handled(numbers, interrupt):
         yield
-
-
-Result = TypeVar("Result")
-
-
-def begun_apart(call: Callable[[], Result]) -> Future[Result]:
-    """Begins a call in a thread of its own, which ends with this process.
-
-    The main thread waits for the result, so that Interrupted never comes while gRPC waits: that could leave its locks
-    broken.
-    """
-    result = Future[Result]()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as failure:
-            result.set_exception(failure)
-
-    threading.Thread(target=run, name="apart from signals", daemon=True).start()
-    return result
 
 
 class Closable(Protocol):

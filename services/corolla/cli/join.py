@@ -18,8 +18,9 @@ from corolla.chassis.channels import TLS_1_3_ONLY
 from corolla.chassis.errors import CorollaError, ReleaseMismatch, StartupError, Unauthenticated
 from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.processors import available_cores
+from corolla.chassis.threads import begun_apart
 from corolla.cli.enrolment import parsed_token, token_of_file
-from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, begun_apart, interruptible
+from corolla.cli.interruption import EXIT_INTERRUPTED, Interrupted, interruptible
 from corolla.cli.stack_console import StackConsole
 from corolla.local import readiness
 from corolla.local.issuer_client import address_towards, parsed_address
@@ -225,7 +226,7 @@ def _placement(stack: pb.EnrolResponse, tls_dir: Path, view: StackConsole) -> ro
     probe = readiness.Probe(stack.router, Credentials(tls_dir).for_channels())
     give_notice = time.monotonic() + _NOTICE_S
     try:
-        while (placement := begun_apart(partial(probe.placement, "")).result()) is None:
+        while (placement := probe.placement("")) is None:
             if time.monotonic() > give_notice:
                 give_notice = math.inf
                 text = f"no router answers at {stack.router}; waiting for it. Is this port of the first machine open?"

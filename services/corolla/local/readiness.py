@@ -1,12 +1,17 @@
-"""Finds out whether a process serves, by its gRPC health or Redis's answer to a ping."""
+"""Finds out whether a process serves, by its gRPC health or Redis's answer to a ping.
+
+Calls are made apart from the caller's thread, so that a signal to the main thread ends a wait at once.
+"""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from corolla.chassis.errors import CorollaError, Unauthenticated
+from corolla.chassis.threads import begun_apart
 from corolla.router.redis_address import answers
 from corolla.sdk.client import Client
 from corolla.v1 import router_pb2
@@ -37,6 +42,16 @@ class Probe:
         )
 
     def is_serving(self) -> bool:
+        return begun_apart(self._is_serving).result()
+
+    def placement(self, model: str) -> router_pb2.Placement | None:
+        """The placement that a router knows; None if it does not answer."""
+        return begun_apart(partial(self._placement, model)).result()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _is_serving(self) -> bool:
         # The published type annotations of this stub lack the method.
         stub: Any = health_pb2_grpc.HealthStub(self._channel)
         try:
@@ -45,8 +60,7 @@ class Probe:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def placement(self, model: str) -> router_pb2.Placement | None:
-        """The placement that a router knows; None if it does not answer."""
+    def _placement(self, model: str) -> router_pb2.Placement | None:
         try:
             return RouterServiceStub(self._channel).GetPlacement(
                 router_pb2.GetPlacementRequest(model=model), timeout=_TIMEOUT_S
@@ -54,12 +68,13 @@ class Probe:
         except grpc.RpcError:
             return None
 
-    def close(self) -> None:
-        self._channel.close()
-
 
 def knows_a_chain(client_address: str) -> bool:
     """The client service knows servers for all blocks."""
+    return begun_apart(partial(_knows_a_chain, client_address)).result()
+
+
+def _knows_a_chain(client_address: str) -> bool:
     with Client(client_address, timeout=_TIMEOUT_S) as client:
         try:
             return all(model.ready for model in client.models())
