@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 
 from corolla.chassis import audit
 from corolla.chassis.acceptor import Acceptor
-from corolla.chassis.addresses import host_port
+from corolla.chassis.addresses import host_port, split_address
 from corolla.chassis.descriptors import most_connections_of_a_port
 from corolla.chassis.errors import (
     CorollaError,
@@ -367,12 +367,15 @@ class FrameStream(asyncio.BufferedProtocol):
 
     async def _connect(self, address: str) -> None:
         deadline_s = self._loop.time() + self._limits.connect_s
-        host, _, port = address.rpartition(":")
+        place = split_address(address)
+        if place is None:
+            self._conclude()
+            return
         tls = self._trust.credentials.for_connections() if self._trust is not None else None
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self._loop.create_connection(lambda: self, host.strip("[]"), int(port), ssl=tls)
-        except Exception:  # no process answers, or the address is not valid
+                await self._loop.create_connection(lambda: self, *place, ssl=tls)
+        except Exception:  # no process answers
             self._conclude()
             return
         if self._state is StreamState.GREETING and self._timer is not None:
