@@ -693,10 +693,10 @@ class Reservations:
                 first_failure = first_failure or failure
                 with contextlib.suppress(NoChain, RouterUnavailable, StoreUnavailable):
                     return await plan(now_s, as_last_resort=True)
-                ready_in_s = self.routes.ready_in_s(attempts.lost) or math.inf
+                ready_in_s = self.routes.ready_in_s(attempts.lost)
                 waits_until_s = waits_until(give_up_s, ready_in_s, now_s, until_s)
                 may_succeed = (
-                    attempts.lost.may_return(now_s) or self.routes.is_settling or now_s + ready_in_s < waits_until_s
+                    attempts.lost.may_return(now_s) or self.routes.is_settling or 0 < ready_in_s < waits_until_s - now_s
                 )
                 if asyncio.get_running_loop().time() >= waits_until_s or not may_succeed:
                     raise first_failure from None

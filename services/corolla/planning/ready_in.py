@@ -15,8 +15,8 @@ _LATE_S: Final = 2.0
 
 def ready_in_seconds(
     servers: Iterable[pb.PlacedServer], num_blocks: int, fingerprint: str, lost: Collection[str] = ()
-) -> float | None:
-    """Returns the seconds until each block has a ready server; None: some block has none that is or says when it is.
+) -> float:
+    """Returns the seconds until each block has a ready server; infinite: some block has none, and none that says when.
 
     For example, blocks 0:4 have a ready server, blocks 2:8 one that is ready in 5 seconds, and blocks 6:8 one that is
     ready in 3 seconds: all blocks have one in 5 seconds, since 4:6 need the second one.
@@ -37,8 +37,7 @@ def ready_in_seconds(
             continue
         for block in range(each.span.start, min(each.span.end, num_blocks)):
             soonest[block] = min(soonest[block], seconds)
-    latest = max(soonest, default=math.inf)
-    return latest if math.isfinite(latest) else None
+    return max(soonest, default=math.inf)
 
 
 @dataclass(eq=False)
@@ -58,12 +57,12 @@ class Promises:
         return {server_id for server_id, end_s in ends_s.items() if end_s < now_s}
 
 
-def waits_until(give_up_s: float, ready_in_s: float | None, now_s: float, until_s: float) -> float:
+def waits_until(give_up_s: float, ready_in_s: float, now_s: float, until_s: float) -> float:
     """Returns the time until which a caller waits for a chain.
 
     Args:
         give_up_s: Until when it waits if no server says when it is ready.
-        ready_in_s: The seconds until each block has a server, if servers say so; 0: each has one.
+        ready_in_s: What `ready_in_seconds` says; 0: each block has a server.
         until_s: When the caller stops waiting.
     """
     if not ready_in_s or math.isinf(ready_in_s):

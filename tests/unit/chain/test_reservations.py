@@ -1,5 +1,6 @@
 """Hops that have too many sessions to open. The test replaces the search for servers and the streams to them."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +53,8 @@ def reservations_on(plane: Any, patience_s: float) -> Reservations:
     beginnings = SimpleNamespace(remember=lambda *_args: None, held=lambda *_args: {})
     routes: Any = SimpleNamespace(
         plan=plan, on_open_refused=lambda *_args: None, is_settling=False, beginnings=beginnings,
-        ready_in_s=lambda lost: None,
-        needs_text_in_common=lambda *_args: False,
+        ready_in_s=lambda lost: math.inf,
+        needs_text_in_common=lambda *_args: False, apart_from=lambda _ids: frozenset(),
     )  # fmt: skip
     limits = ChainLimits(8, step_timeout_s=60.0, lease_ms=60_000, recovery_patience_s=patience_s)
     return Reservations(routes, plane, limits)

@@ -25,22 +25,22 @@ def placed(name: str, start: int, end: int, ready_in_s: float | None = None, **f
         ([placed("a", 0, 4), placed("b", 2, 8, 5.0), placed("c", 6, 8, 3.0)], 5.0),
         ([placed("a", 0, 4), placed("b", 4, 8, 5.0), placed("c", 4, 8, 3.0)], 3.0),
         ([placed("a", 0, 8)], 0.0),
-        ([placed("a", 0, 4), placed("b", 4, 7, 5.0)], None),
-        ([placed("a", 0, 4), placed("b", 4, 8, state=JOINING)], None),
-        ([placed("a", 0, 4), placed("b", 4, 8, 5.0, fingerprint="other")], None),
-        ([placed("a", 0, 8, suspected=True)], None),
+        ([placed("a", 0, 4), placed("b", 4, 7, 5.0)], math.inf),
+        ([placed("a", 0, 4), placed("b", 4, 8, state=JOINING)], math.inf),
+        ([placed("a", 0, 4), placed("b", 4, 8, 5.0, fingerprint="other")], math.inf),
+        ([placed("a", 0, 8, suspected=True)], math.inf),
         ([placed("lost", 0, 8), placed("b", 0, 8, 7.0)], 7.0),
-        ([], None),
+        ([], math.inf),
     ],
 )
-def test_the_last_block_that_gets_a_server_decides(servers: list[pb.PlacedServer], expected: float | None) -> None:
+def test_the_last_block_that_gets_a_server_decides(servers: list[pb.PlacedServer], expected: float) -> None:
     assert ready_in_seconds(servers, 8, "f", lost={"lost"}) == expected
 
 
 @pytest.mark.parametrize(
     "ready_in_s, until_s, expected",
     [
-        (None, math.inf, 130.0),
+        (math.inf, math.inf, 130.0),
         (0.0, math.inf, 130.0),
         (5.0, math.inf, 130.0),
         (40.0, math.inf, 142.0),
@@ -48,7 +48,7 @@ def test_the_last_block_that_gets_a_server_decides(servers: list[pb.PlacedServer
         (40.0, 135.0, 135.0),
     ],
 )
-def test_a_caller_waits_longer_for_servers_that_join(ready_in_s: float | None, until_s: float, expected: float) -> None:
+def test_a_caller_waits_longer_for_servers_that_join(ready_in_s: float, until_s: float, expected: float) -> None:
     assert waits_until(130.0, ready_in_s, 100.0, until_s) == expected
 
 
