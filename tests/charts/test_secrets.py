@@ -168,9 +168,8 @@ def test_an_upgrade_keeps_the_way_in_which_pods_get_certificates(tmp_path: Path,
     known = present("ConfigMap", "rel-corolla-router", {"COROLLA_TLS_DIR": folder} if folder else {"COROLLA_PORT": "1"})
     with cluster(tmp_path, known) as environment:
         upgrade = ["--dry-run=server", "--is-upgrade", *arguments()]
-        if not before:
-            template(upgrade, "{}", environment)
-        says = "leave `tls` as it was" if folder else r"or set tls\.enabled=false"
+        template(upgrade, json.dumps(OTHERWISE[before]), environment)
+        says = "leave `tls` as it was" if folder else r"install a second release .*, or set tls\.enabled=false"
         with pytest.raises(Refused, match=says):
             template(upgrade, json.dumps(OTHERWISE[before - 1]), environment)
 
