@@ -21,6 +21,7 @@ from tests import durations
 from tests.faults.adapters import ENVIRONMENT as ADAPTER_SETTINGS
 from tests.faults.adapters import adapters
 from tests.faults.cancel import cancel
+from tests.faults.churn import churn
 from tests.faults.client_service import client_service
 from tests.faults.control_plane import control_plane
 from tests.faults.cut import cut
@@ -51,6 +52,7 @@ ROWS: dict[str, tuple[Row, int, int, str]] = {
     "tasks": (tasks, 9, 3, "an essential task fails"),
     "places": (places, 10, 3, "a server dies at each named place of its work"),
     "forms": (forms, 12, 3, "kill -9 of each hop while answers have to fit schemas, and calls their tools"),
+    "churn": (churn, 50, 2, "servers leave and join again, a third of them by kill -9, under 8 streams"),
     "drain": (drain, 1, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, 2, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, 1, "one of two replicas dies with 64 live sessions"),
@@ -65,7 +67,10 @@ _IN_THE_CLEAR: Final = frozenset({"cut"})
 _SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
 # A stack takes as long to start as some rows take. The rows that add a client service come last: they leave sessions on
 # servers, which end with their leases.
-_ON_ONE_STACK: Final = (("redis", "places", "herd", "cancel", "tasks"), ("freeze", "kill", "library", "client"))
+_ON_ONE_STACK: Final = (
+    ("redis", "places", "herd", "cancel", "tasks"),
+    ("freeze", "kill", "churn", "library", "client"),
+)
 _ENDED: Final = re.compile(r"^(\w+) ended with \d+ after (\d+) s$", re.MULTILINE)
 # A soak that is short tells nothing that the others do not.
 _LONG: Final = frozenset({"soak"})

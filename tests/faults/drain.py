@@ -31,7 +31,7 @@ async def _run(stack: RunningStack, rng: random.Random, figures: Figures) -> Non
     await asyncio.gather(*(listen(stack.client, answer) for answer in undisturbed))
     recomputed_before = await stack.metric("corolla_recomputed_tokens_total")
     is_over = asyncio.Event()
-    streams = [asyncio.create_task(_ask_again(stack, question, is_over)) for question in questions]
+    streams = [asyncio.create_task(ask_again(stack, question, is_over)) for question in questions]
     drains: list[tuple[float, float]] = []
     for server in stack.servers:
         num_hit = (await stack.status(server)).num_running_sessions
@@ -67,7 +67,7 @@ async def _run(stack: RunningStack, rng: random.Random, figures: Figures) -> Non
     await stack.until_whole()
 
 
-async def _ask_again(stack: RunningStack, question: Question, is_over: asyncio.Event) -> list[Answer]:
+async def ask_again(stack: RunningStack, question: Question, is_over: asyncio.Event) -> list[Answer]:
     """The same question until it is over."""
     answers = []
     while not is_over.is_set():
