@@ -1,7 +1,8 @@
 """Each wire of the swarm cut, in one direction or both.
 
-Streams over that wire continue on other servers, and late bytes change no token. While a wire to the router or to Redis
-is cut, streams notice nothing, and new answers begin.
+Streams over that wire continue on other servers, and late bytes change no token. Where two servers do not reach each
+other, the placement says so and suspects neither, and new answers take no chain with both. While a wire to the router
+or to Redis is cut, streams notice nothing, and new answers begin.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ _SILENT_S = 0.5
 # Another address of this machine: where the relays listen.
 _RELAYED_HOST = "127.0.0.2"
 _DIRECTIONS = ("in", "out", "both")
+_NUM_NEWCOMERS = 4
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ async def _run(
         newcomer = Answer(Question.draw(rng, 4, 16))
         await listen(stack.client, newcomer)
         figures.check(newcomer.failure is None, f"a new answer did not begin: {newcomer.failure}")
+    elif edge.source != stack.service.name and direction != "out":
+        await _check_pair(stack, rng, figures, edge)
     figures.check(wire.num_held > 0, "the cut held nothing up")
     wire.restore()
     num_tokens = await answers.end(figures)
@@ -97,6 +101,21 @@ async def _run(
     figures.stalls_s += stalls
     say(f"run {figures.num_runs}: {direction} cut between {edge.source} and {edge.target}; {num_tokens} tokens, "
         f"longest stall {max(stalls):.2f} s")  # fmt: skip
+
+
+async def _check_pair(stack: RunningStack, rng: random.Random, figures: Figures, edge: _Edge) -> None:
+    """Two servers are apart, and serve nevertheless."""
+    placement = await asyncio.to_thread(stack.local.placement)
+    placed = {each.server.address: each for each in (placement.servers if placement else ())}
+    source, target = (stack.process(name).address for name in (edge.source, edge.target))
+    figures.check(target in placed[source].load.unreachable, f"the placement does not say that {edge} is cut")
+    suspected = [each.server.address for each in placed.values() if each.suspected]
+    figures.check(not suspected, f"one report had others avoid {suspected}")
+    newcomers = [Answer(Question.draw(rng, 4, 16)) for _ in range(_NUM_NEWCOMERS)]
+    await asyncio.gather(*(listen(stack.client, newcomer) for newcomer in newcomers))
+    for newcomer in newcomers:
+        figures.check(newcomer.failure is None, f"a new answer failed: {newcomer.failure}")
+        figures.check(not newcomer.was_hit, "a new answer began on both")
 
 
 async def _hops(stack: RunningStack, wires: Mapping[str, Wires]) -> list[ManagedProcess]:

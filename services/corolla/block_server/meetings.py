@@ -1,14 +1,16 @@
 """Has other block servers connect to this one, so that it knows before it is ready whether they reach it.
 
 A chain may lead from any server to any other one. So a server that has loaded its span asks those that are ready to
-connect to its address, where they must meet its certificate. The pairs that do not reach each other stand in its load.
+connect to its address, where they must meet its certificate. The pairs that do not reach each other stand in its load,
+so that no chain has them as neighbours (`planning/apart`). A server that loses the stream to the next hop of a chain
+says so at once, and then asks whether the two reach each other after all.
 """
 
 import asyncio
 import itertools
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -35,6 +37,8 @@ _LOOK_UP_S: Final = 1.0
 _ANSWER_S: Final = _LOOK_UP_S + _CONNECT_S
 AGAIN_S: Final = 2.0
 LOOK_INTERVAL_S: Final = 10.0
+MOST_UNREACHABLE: Final = 64
+"""The most servers that a load names."""
 LOOKS_FOR_ALL: Final = 30
 """The servers that met this one are asked again once in so many looks, which is every five minutes."""
 
@@ -49,6 +53,10 @@ class Outcome(Enum):
     NOT_REACHED = auto()
 
 
+async def _nowhere(_server_id: str) -> None:
+    """Reports nothing."""
+
+
 @dataclass(eq=False, repr=False)
 class Meetings:
     """Asks the servers of the placement, and answers those that ask.
@@ -57,6 +65,8 @@ class Meetings:
         address: this server's `host:port`, as the placement names it.
         fingerprint: the weights and protocol of this server.
         placement: asks a router for all servers. May raise CorollaError.
+        report: tells a router that this server does not reach the one with an id. May raise CorollaError.
+        on_change: is called when `unreachable` has changed.
 
     Attributes:
         unreachable: the addresses of servers that do not reach this one, or that it does not reach.
@@ -68,6 +78,8 @@ class Meetings:
     connect: Connect
     placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
     tasks: TaskGroup
+    report: Callable[[str], Awaitable[None]] = _nowhere
+    on_change: Callable[[], None] = lambda: None
     unreachable: tuple[str, ...] = ()
     _answering: set[Peer] = field(init=False, default_factory=set)
 
@@ -78,7 +90,9 @@ class Meetings:
         """
         has_logged = False
         while True:
-            outcomes = set(await self._ask(self._some_of(await self._ready() or [])))
+            ready = await self._ready() or {}
+            self._note(gone=set(self.unreachable).difference(ready))
+            outcomes = set(await self._ask(self._some_of(sorted(ready))))
             has_failed = Outcome.NOT_MET in outcomes or outcomes == {Outcome.NOT_REACHED}
             if Outcome.MET in outcomes or not has_failed:
                 return
@@ -97,8 +111,14 @@ class Meetings:
             await asyncio.sleep(LOOK_INTERVAL_S)
             asks_all = look % LOOKS_FOR_ALL == 0
             if (asks_all or self.unreachable) and (ready := await self._ready()) is not None:
-                asked = {each for each in ready if each in self.unreachable}
-                await self._ask(sorted(asked.union(self._some_of(ready) if asks_all else ())))
+                self._note(gone=set(self.unreachable).difference(ready))
+                await self._ask(sorted({*self.unreachable, *(self._some_of(sorted(ready)) if asks_all else ())}))
+
+    def lost(self, address: str) -> None:
+        """Notes that the stream to a server broke, or that no stream to it could be opened."""
+        if address not in self.unreachable:
+            self._note(failed={address})
+            self.tasks.start(self._look_at(address), "lost neighbour")
 
     def answer(self, message: pb.Meet, peer: Peer) -> None:
         """Connects to a server that asks, and tells it whether that worked."""
@@ -109,19 +129,31 @@ class Meetings:
         self._answering.add(peer)
         self.tasks.start(self._answer(message.address, peer), "meeting")
 
-    async def _ready(self) -> list[str] | None:
-        """The addresses of the other ready servers with these weights; None: no router answers."""
+    async def _look_at(self, address: str) -> None:
+        """Tells a router of a server that was lost, and asks whether it reaches this one after all."""
+        ready = await self._ready()
+        if ready is None:
+            return
+        if address not in ready:
+            self._note(gone={address})
+            return
+        with suppress(CorollaError):
+            await self.report(ready[address])
+        await self._ask([address])
+
+    async def _ready(self) -> dict[str, str] | None:
+        """The ids of the other ready servers with these weights, by address; None: no router answers."""
         try:
             servers = await self.placement()
         except CorollaError:
             return None
-        return sorted(
-            each.server.address
+        return {
+            each.server.address: each.server.server_id
             for each in servers
             if each.state == router_pb2.SERVER_STATE_READY
             and each.server.fingerprint == self.fingerprint
             and each.server.address != self.address
-        )
+        }
 
     def _some_of(self, ready: list[str]) -> list[str]:
         # Servers that join together begin at different places, so that they do not all ask the same ones.
@@ -131,12 +163,18 @@ class Meetings:
     async def _ask(self, addresses: Sequence[str]) -> list[Outcome]:
         """Asks these servers, and notes those that did not meet this one."""
         outcomes = await asyncio.gather(*map(self._met_by, addresses))
-        self.unreachable = tuple(
-            address
-            for address, outcome in zip(addresses, outcomes, strict=True)
-            if outcome in (Outcome.NOT_MET, Outcome.NOT_REACHED)
-        )
+        asked = zip(addresses, outcomes, strict=True)
+        failed = {address for address, outcome in asked if outcome in (Outcome.NOT_MET, Outcome.NOT_REACHED)}
+        self._note(failed=failed, gone=set(addresses) - failed)
         return outcomes
+
+    def _note(self, *, failed: Collection[str] = (), gone: Collection[str] = ()) -> None:
+        """Notes which servers do not reach this one, and which do or are there no longer."""
+        found = [each for each in self.unreachable if each not in gone]
+        found += sorted(each for each in failed if each not in found)
+        if (newest := tuple(found[-MOST_UNREACHABLE:])) != self.unreachable:
+            self.unreachable = newest
+            self.on_change()
 
     async def _met_by(self, address: str) -> Outcome:
         answer, outcome = asyncio.get_running_loop().create_future(), Outcome.NOT_REACHED
@@ -174,7 +212,10 @@ class Meetings:
                 return
             stream = self._greeted(address, receive)
             await _first(welcome, stream, _CONNECT_S)
-            peer.send(pb.Met(met=welcome.done() and stream.peer == peer.workload))
+            has_met = welcome.done() and stream.peer == peer.workload
+            peer.send(pb.Met(met=has_met))
+            if has_met:
+                self._note(gone={address})
         finally:
             self._answering.discard(peer)
 

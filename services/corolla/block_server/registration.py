@@ -157,6 +157,11 @@ class Registration:
         self.on_placement(placement)
         return placement.servers
 
+    async def report(self, server_id: str) -> None:
+        """Tells the router that this server does not reach another one. Raises the errors of `placement`."""
+        request = router_pb2.ReportServerRequest(model=self.server.model, server_id=server_id)
+        await self._call(self._stub.ReportServer, request)
+
     async def move_session(self, session_id: bytes, tenant: str, hop: common_pb2.Hop) -> None:
         """Tells the router that an idle session moved from this server to `hop`. Raises the errors of `placement`."""
         request = router_pb2.MoveSessionRequest(

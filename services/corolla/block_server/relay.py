@@ -42,6 +42,7 @@ class Relay:
         first_hop: takes a Next if this server is the first hop of its ring.
         connect: begins streams to other hops.
         neighbours: knows the addresses that may be connected to; None allows every address.
+        on_lost: is called with the address of a hop whose stream broke or could not be opened.
     """
 
     fingerprint: str
@@ -50,6 +51,7 @@ class Relay:
     connect: Connect = connect
     clock: Callable[[], float] = time.monotonic
     neighbours: Neighbours | None = None
+    on_lost: Callable[[str], None] = lambda address: None
     _links: dict[str, _Link] = field(init=False, default_factory=dict)
     # Steps for addresses that a router is being asked about.
     _unsent: dict[str, list[tuple[pb.Step | pb.Next, Buffer]]] = field(init=False, default_factory=dict)
@@ -136,6 +138,8 @@ class Relay:
         end = link.stream.ended.result()
         if end.cause is not StreamCause.CLOSED:
             log.warning("the stream to the next hop broke", extra={"address": address, "cause": end.cause.value})
+        if end.cause in (StreamCause.LOST, StreamCause.SILENT):
+            self.on_lost(address)
         if self._links.get(address) is link:
             del self._links[address]
         oldest_s = self.clock() - _REMEMBERED_S

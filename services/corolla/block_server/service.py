@@ -380,7 +380,10 @@ class BlockServer:
     async def _make_engine(self) -> None:
         neighbours = self._neighbours = Neighbours(self._registration.placement, self._work)
         self._work.start_restartable(neighbours.run, "neighbours")
-        new_relay = partial(Relay, self._fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours)
+        new_relay = partial(
+            Relay, self._fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours,
+            on_lost=self._on_lost_neighbour,
+        )  # fmt: skip
         settings, num_threads, on_cpu = self.settings, self._speed.num_threads, is_cpu(self.settings.device)
         num_sampling_threads = 1
         if self._span.end == self._checkpoint.num_blocks:
@@ -453,7 +456,7 @@ class BlockServer:
         )  # fmt: skip
         self._meetings = Meetings(
             self.address, self._fingerprint, self._neighbours, self._network.connect, self._registration.placement,
-            self._work,
+            self._work, self._registration.report, self._registration.request_heartbeat,
         )  # fmt: skip
         files = self._loader.model_files
         self._servicer = BlockServicer(
@@ -492,6 +495,9 @@ class BlockServer:
     async def _meet_others(self) -> None:
         await self._meetings.meet_all()
         self._work.start_restartable(self._meetings.run, "meetings")
+
+    def _on_lost_neighbour(self, address: str) -> None:
+        self._meetings.lost(address)
 
     async def _begin_to_serve(self) -> None:
         await self._rpc.ready()

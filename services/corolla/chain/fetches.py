@@ -57,7 +57,7 @@ class Fetches:
         Returns:
             Whether the hop holds the session, with what has arrived, so that it can be opened there to resume.
         """
-        taken = self._holders.union(each.server_id for each in chain.hops)
+        taken = self._holders.union((each.server_id for each in chain.hops), self.routes.apart_from([hop.server_id]))
         holder = self.routes.holder_for(hop, taken, held)
         if holder is None:
             return False

@@ -1,7 +1,7 @@
 """Remembers which servers new chains leave out, and when requests try lost servers again. Pure: time is passed in."""
 
-from collections.abc import Iterable
-from typing import Final, Literal
+from collections.abc import Hashable, Iterable
+from typing import Final, Generic, Literal, TypeVar
 
 FIRST_QUARANTINE_S: Final = 5.0
 MOST_QUARANTINE_S: Final = 60.0
@@ -9,30 +9,35 @@ MOST_QUARANTINE_S: Final = 60.0
 QuarantineCause = Literal["open", "step"]
 """Why a server is left out: it did not open a session, or it failed during a step."""
 
+Name = TypeVar("Name", bound=Hashable)
 
-class Quarantine:
-    """Leaves a server out for a while after a failure: twice as long as before if the last failure was not long ago."""
+
+class Quarantine(Generic[Name]):
+    """Leaves something out for a while after a failure: twice as long as before if the last failure was not long ago.
+
+    That is a server, by its id, or two servers as neighbours, since they do not reach each other.
+    """
 
     def __init__(self) -> None:
-        # Maps a server id to the time until which it is left out, and to the seconds of this quarantine.
-        self._entries: dict[str, tuple[float, float]] = {}
+        # Maps a name to the time until which it is left out, and to the seconds of this quarantine.
+        self._entries: dict[Name, tuple[float, float]] = {}
 
-    def add(self, server_id: str, now_s: float) -> bool:
-        """Leaves a server out. Returns False if it is left out already: many sessions report the same death."""
-        until_s, length_s = self._entries.get(server_id, (0.0, 0.0))
+    def add(self, name: Name, now_s: float) -> bool:
+        """Leaves a name out. Returns False if it is left out already: many sessions report the same death."""
+        until_s, length_s = self._entries.get(name, (0.0, 0.0))
         if now_s < until_s:
             return False
         is_repeated = length_s and now_s < until_s + MOST_QUARANTINE_S
         length_s = min(2 * length_s, MOST_QUARANTINE_S) if is_repeated else FIRST_QUARANTINE_S
-        self._entries[server_id] = (now_s + length_s, length_s)
+        self._entries[name] = (now_s + length_s, length_s)
         return True
 
     def count(self, now_s: float) -> int:
-        """How many servers are left out now. It only reads, so any thread may call it."""
+        """How many names are left out now. It only reads, so any thread may call it."""
         return sum(now_s < until_s for until_s, _ in tuple(self._entries.values()))
 
-    def active(self, now_s: float) -> frozenset[str]:
-        """The servers to leave out now. The call also forgets old failures."""
+    def active(self, now_s: float) -> frozenset[Name]:
+        """The names to leave out now. The call also forgets old failures."""
         self._entries = {name: entry for name, entry in self._entries.items() if now_s < entry[0] + MOST_QUARANTINE_S}
         return frozenset(name for name, (until_s, _) in self._entries.items() if now_s < until_s)
 

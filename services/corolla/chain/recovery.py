@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Final, TypeVar
 
 from corolla.chain.handovers import Handovers
@@ -267,9 +268,10 @@ class Recovery:
             self._avoid(failed)
         blames_reporter = job.budget.spend(action, failure, job.position, died, in_replay=in_replay)
         if action is Action.REPLACE_EITHER:
+            # Other requests keep both, but not as neighbours, unless the reporter just does not know the other hop yet.
+            if not isinstance(failure, RouteUnknown):
+                self._keep_apart(_hops_at(job, reporter), failed)
             failed = _hops_at(job, reporter if blames_reporter else address)
-            # If the reporter just does not know the other hop yet, other requests still use both.
-            self._avoid(() if isinstance(failure, RouteUnknown) else failed)
         if isinstance(failure, HopLate) and failure.is_repeated:
             self._avoid(failed)
         if action is Action.REPLACE_FOR_GOOD and not failed:
@@ -286,6 +288,10 @@ class Recovery:
     def _avoid(self, hops: Iterable[common_pb2.Hop]) -> None:
         for hop in hops:
             self.routes.avoid(hop.server_id)
+
+    def _keep_apart(self, reporters: Sequence[common_pb2.Hop], hops: Sequence[common_pb2.Hop]) -> None:
+        for reporter, hop in product(reporters, hops):
+            self.routes.keep_apart(reporter.server_id, hop.server_id)
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""

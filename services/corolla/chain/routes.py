@@ -25,12 +25,13 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.tasks import TaskGroup
+from corolla.planning.apart import Apart, pairs_apart, plan_together
 from corolla.planning.bookings import Booked, Bookings
 from corolla.planning.candidates import candidates, chain_of, is_slow
 from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
-from corolla.planning.planner import Candidate, plan_around_suspects, plan_replacements
+from corolla.planning.planner import Candidate, PlannedChain, plan_around_suspects, plan_replacements
 from corolla.planning.ready_in import Promises, ready_in_seconds, waits_until
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.planning.standbys import holder_for, standby_for
@@ -58,6 +59,7 @@ class _Index:
         ready: those that may be in a chain, by id.
         ids: the ids of these by address.
         replicas: these in groups.
+        apart: those of them that say that they do not reach each other.
     """
 
     state: tuple[int, bool]
@@ -65,6 +67,7 @@ class _Index:
     ready: Mapping[str, Candidate]
     ids: Mapping[str, str]
     replicas: Replicas
+    apart: Apart
 
 
 class Routes:
@@ -87,7 +90,8 @@ class Routes:
         self._placement = placement
         self._fingerprint = fingerprint
         self._num_blocks = num_blocks
-        self.quarantine = Quarantine()
+        self.quarantine = Quarantine[str]()
+        self._broken = Quarantine[tuple[str, str]]()
         self._on_quarantine = on_quarantine
         self._fingerprint_parts = fingerprint_parts or {}
         self._leaving: set[str] = set()
@@ -105,6 +109,17 @@ class Routes:
         if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
             self._on_quarantine(cause)
             self._tasks.start(self._report_server(server_id), "report of a server")
+
+    def keep_apart(self, reporter_id: str, server_id: str) -> None:
+        """Keeps two servers from being neighbours for a while, since the first one does not reach the other one.
+
+        The first one says so in its heartbeats (`block_server/meetings`), so that other clients learn of it, too.
+        """
+        self._broken.add((reporter_id, server_id), asyncio.get_running_loop().time())
+
+    def apart_from(self, server_ids: Collection[str]) -> frozenset[str]:
+        """The servers that one of these does not reach."""
+        return self._apart().of(server_ids)
 
     def observe_pace(self, chain: common_pb2.Chain, token_seconds: float) -> None:
         """Reports servers to the router when their chain is far slower than they advertise.
@@ -266,7 +281,7 @@ class Routes:
         """The server that holds most of a text as the hop would compute it; see `planning.standbys`."""
         return holder_for(hop, self._indexed().ready, self._avoided().union(excluded), held)
 
-    def ready_in_s(self, lost: Collection[str] = ()) -> float | None:
+    def ready_in_s(self, lost: Collection[str] = ()) -> float:
         """The seconds until each block has a server; see `planning.ready_in`."""
         servers = self._placement.servers
         late = self._promises.late(servers, asyncio.get_running_loop().time())
@@ -318,10 +333,15 @@ class Routes:
         Room does not count for a session of 0 tokens.
         """
         replicas = self._indexed().replicas
+
+        def planned_without(server_ids: frozenset[str]) -> PlannedChain:
+            asked = replace(session, excluded=server_ids)
+            planned = plan_around_suspects(replicas.usable(asked), self._num_blocks)
+            return with_partners(planned, replicas, asked)
+
         with contextlib.suppress(NoChain, OutOfPages):
             for _ in range(_MOST_PLANS):
-                planned = plan_around_suspects(replicas.usable(session), self._num_blocks)
-                hops = with_partners(planned, replicas, session).hops
+                hops = plan_together(session.apart, planned_without, session.excluded).hops
                 if not (poorer := session.poorer([hop.server for hop in hops])):
                     return chain_of(hops, self._fingerprint)
                 session = replace(session, excluded={*session.excluded, *poorer})
@@ -343,7 +363,7 @@ class Routes:
         if are_some_full:
             # The gap may exist only because full servers were left out, so the caller learns that they are full.
             return OutOfPages("block servers have too few free KV pages for this request")
-        if isinstance(failure, NoChain) and (ready_in_s := self.ready_in_s()):
+        if isinstance(failure, NoChain) and 0 < (ready_in_s := self.ready_in_s()) < math.inf:
             text = f"{failure.message}; servers that join say that they are ready in {math.ceil(ready_in_s)} s"
             return NoChain(text, metadata=failure.metadata, retry_after_s=min(ready_in_s, _MOST_RETRY_S))
         return failure
@@ -356,8 +376,11 @@ class Routes:
         Hops that failed lately stay if no other server can take their place. Returns None if no hop has to be replaced,
         no hop would stay, or no replacement is found.
         """
+        apart = self._apart().among([hop.server_id for hop in recorded.hops])
         gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in excluded_ids}
         may_stay = (gone & self._quarantined()).difference(excluded_ids)
+        if not gone and apart is not None:
+            gone = may_stay = {apart[1]}
         if not gone or (len(gone) == len(recorded.hops) and not may_stay):
             return None
         try:
@@ -407,7 +430,7 @@ class Routes:
                 with contextlib.suppress(CorollaError):
                     if may_stay := frozenset(retryable(now_s)):
                         return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens, standbys)
-                ready_in_s = self.ready_in_s(lost) if patience_s else None
+                ready_in_s = self.ready_in_s(lost) if patience_s else math.inf
                 give_up_s = waits_until(patient_until_s, ready_in_s, now_s, until_s)
                 if now_s >= give_up_s:
                     raise
@@ -425,6 +448,10 @@ class Routes:
         except (NoChain, OutOfPages):
             # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
             hops = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
+        if self._has_pair(hops):
+            with contextlib.suppress(NoChain, OutOfPages):
+                others = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
+                hops = hops if self._has_pair(others) else others
         fresh = [hop for hop in hops if hop not in chain.hops]
         self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
         return self.continued(chain, common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint))
@@ -445,7 +472,7 @@ class Routes:
             neighbours = list(run)
             if is_lost:
                 gap = self._numerics_of(chain, neighbours)
-                hops.extend(self._replacements(gap, staying | set(lost), num_tokens))
+                hops.extend(self._replacements(gap, staying | set(lost), num_tokens, self.apart_from(staying)))
                 staying.update(hop.server_id for hop in hops)
             else:
                 hops.extend(neighbours)
@@ -457,17 +484,23 @@ class Routes:
         return [(Span.from_message(hop.span), numerics_of(named, hop)) for hop in hops]
 
     def _replacements(
-        self, gap: Sequence[tuple[Span, Numerics]], excluded: Collection[str], num_tokens: int
+        self,
+        gap: Sequence[tuple[Span, Numerics]],
+        excluded: Collection[str],
+        num_tokens: int,
+        apart: Collection[str] = (),
     ) -> Sequence[common_pb2.Hop]:
         """Hops for a gap: servers with room that have not failed lately; failing that, any that are not excluded.
 
         Args:
             gap: the blocks and the numerics of each lost hop. Of the servers that may be used, those of the same
                 numerics come first.
+            apart: servers that do not reach all hops that stay; they are like those that failed lately.
         """
+        avoided = self._avoided().union(excluded, apart)
         for wanted_tokens in (num_tokens, 0):
             with contextlib.suppress(NoChain, OutOfPages):
-                return self._plan(self._session(wanted_tokens, self._avoided().union(excluded)), gap, suspects=False)
+                return self._plan(self._session(wanted_tokens, avoided), gap, suspects=False)
         return self._plan(self._session(0, excluded), gap)
 
     def _plan(
@@ -476,9 +509,14 @@ class Routes:
         replicas = self._indexed().replicas
         # Neighbouring hops of one server's blocks need as many servers of one kind.
         blocks = Span(gap[0][0].start, gap[-1][0].end)
-        usable = replicas.usable(session, len(gap) + 1, blocks)
-        planned = plan_replacements([each for each in usable if suspects or not each.is_suspected], gap)
-        return chain_of(with_partners(planned, replicas, session, keeps_numerics=True).hops, self._fingerprint).hops
+
+        def planned_without(server_ids: frozenset[str]) -> PlannedChain:
+            asked = replace(session, excluded=server_ids)
+            usable = replicas.usable(asked, len(gap) + 1, blocks)
+            planned = plan_replacements([each for each in usable if suspects or not each.is_suspected], gap)
+            return with_partners(planned, replicas, asked, keeps_numerics=True)
+
+        return chain_of(plan_together(session.apart, planned_without, session.excluded).hops, self._fingerprint).hops
 
     def _session(
         self,
@@ -488,7 +526,7 @@ class Routes:
     ) -> PlannedSession:
         now_s = asyncio.get_running_loop().time()
         booked = partial(self._bookings.booked, now_s=now_s)
-        return PlannedSession(num_tokens, excluded, booked, held)
+        return PlannedSession(num_tokens, excluded, booked, held, apart=self._apart())
 
     def _givers(self, held: Iterable[str]) -> Sequence[Candidate]:
         """The servers that may give others what they hold of a text; full ones are among them."""
@@ -509,6 +547,7 @@ class Routes:
                 ready={each.server_id: each for each in ready},
                 ids={each.address: each.server_id for each in ready},
                 replicas=Replicas(in_turn(ready, self._placement.turn)),
+                apart=Apart(pairs_apart(servers)),
             )
         return self._index
 
@@ -518,6 +557,16 @@ class Routes:
             return True
         ready = self._indexed().ready
         return bool(ready) and hop.server_id not in ready
+
+    def _apart(self) -> Apart:
+        """The servers that say that they do not reach each other, or of which one did not reach the other lately."""
+        lately = self._broken.active(asyncio.get_running_loop().time())
+        known = self._indexed().apart
+        return Apart(lately, known) if lately else known
+
+    def _has_pair(self, hops: Iterable[common_pb2.Hop]) -> bool:
+        """Some neighbours of these hops do not reach each other."""
+        return self._apart().among([hop.server_id for hop in hops]) is not None
 
     def _quarantined(self) -> frozenset[str]:
         return self.quarantine.active(asyncio.get_running_loop().time())

@@ -149,9 +149,12 @@ class Standbys:
             return held
         if held is not None:
             self._refuse(binding, hop)
-        taken = {each.server_id for each in (*binding.chain.hops, *standbys.hops)}
+        chain = {each.server_id for each in binding.chain.hops}
+        # The hop sends it tokens, and it is to take the hop's place among the others.
+        apart = self._routes.apart_from(chain)
+        excluded = chain.union((each.server_id for each in standbys.hops), standbys.refused, apart)
         num_tokens = binding.open_options.max_tokens * len(binding.identities)
-        chosen = self._routes.standby_for(hop, taken | standbys.refused, num_tokens, standbys.num_placed)
+        chosen = self._routes.standby_for(hop, excluded, num_tokens, standbys.num_placed)
         if chosen is None:
             return None
         held = StandbyHop(chosen)

@@ -23,7 +23,8 @@ def with_partners(
 ) -> PlannedChain:
     """Returns the chain with each later hop replaced by a partner of the hop before it, if one is about as good.
 
-    The first hop stays, so that sessions spread over its replicas according to their loads.
+    The first hop stays, so that sessions spread over its replicas according to their loads. A partner reaches all other
+    servers of the chain.
 
     Args:
         replicas: The servers from which it was planned.
@@ -34,12 +35,13 @@ def with_partners(
     for hop in chain.hops:
         if hops:
             others = {each.server.server_id for each in (*hops, *chain.hops)} - {hop.server.server_id}
+            no_partners = others | session.apart.of(others)
             partners = [
                 partner
                 for each in replicas.partners(hops[-1].server, hop.server)
                 if (partner := session.counted(each)) is not None
                 and _is_as_good(partner, hop)
-                and partner.server_id not in others
+                and partner.server_id not in no_partners
                 and (not keeps_numerics or partner.numerics == hop.server.numerics)
             ]
             if partners and hop.server not in partners:

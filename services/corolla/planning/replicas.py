@@ -17,6 +17,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Final, NamedTuple
 
+from corolla.planning.apart import ALL_TOGETHER, Apart
 from corolla.planning.bookings import Booked
 from corolla.planning.planner import Candidate
 from corolla.planning.standbys import can_give
@@ -42,6 +43,7 @@ class PlannedSession:
         new_tokens: The most tokens of the answer.
         held_in_common: Whether running sessions are taken to hold those tokens, so that they need no room; otherwise
             their pages may be among the free ones, since they are only cached.
+        apart: The servers that must not be neighbours.
     """
 
     num_tokens: int = 0
@@ -51,6 +53,7 @@ class PlannedSession:
     new_tokens: float = math.inf
     givers: Sequence[Candidate] = ()
     held_in_common: bool = True
+    apart: Apart = ALL_TOGETHER
 
     @cached_property
     def most_held(self) -> int:

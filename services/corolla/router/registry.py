@@ -186,9 +186,12 @@ class Registry:
         )  # fmt: skip
         return bool(reply == 1)
 
-    async def report(self, model: str, server_id: str) -> None:
-        """Marks a server as suspected until its next heartbeat; does nothing for an unknown server."""
-        await self._store.call("report", model, server_id, self._lease_ms)
+    async def report(self, model: str, server_id: str, reporter: str) -> None:
+        """Notes that a workload does not reach a server; it ignores an unknown server.
+
+        Once a second workload says so within the time of a lease, the server is suspected until its next heartbeat.
+        """
+        await self._store.call("report", model, server_id, self._lease_ms, reporter)
 
     async def doubt(self, model: str, server_id: str) -> None:
         """Marks all servers at a server's host, present and later ones, as slower than they report.

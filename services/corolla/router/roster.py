@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Final
 
 from corolla.chassis.errors import CorollaError
+from corolla.planning.apart import Apart, pairs_apart, plan_together
 from corolla.planning.candidates import by_fingerprint, chain_of, counted_speed, speed_bounds, steady
 from corolla.planning.losses import loss_seconds
-from corolla.planning.planner import Candidate, least_uncovered, plan_around_suspects
+from corolla.planning.planner import Candidate, PlannedChain, least_uncovered, plan_around_suspects
 from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
 from corolla.router.rebalancing import Member
@@ -137,6 +138,11 @@ class Roster:
             return []
         return least_uncovered(self._groups, Span(0, self.num_blocks))
 
+    @cached_property
+    def apart(self) -> Apart:
+        """The servers that do not reach each other."""
+        return Apart(pairs_apart(self.servers))
+
     def num_single_copy_blocks(self) -> int:
         """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most blocks."""
         copies = [
@@ -214,9 +220,13 @@ class Roster:
     def _cheapest_chain(self) -> common_pb2.Chain | None:
         if not self.is_known:
             return None
-        usable = Replicas(each for group in self._groups for each in group).usable(PlannedSession())
+        replicas = Replicas(each for group in self._groups for each in group)
+
+        def planned_without(server_ids: frozenset[str]) -> PlannedChain:
+            return plan_around_suspects(replicas.usable(PlannedSession(excluded=server_ids)), self.num_blocks)
+
         try:
-            planned = plan_around_suspects(usable, self.num_blocks)
+            planned = plan_together(self.apart, planned_without)
         except CorollaError:
             return None
         return chain_of(planned.hops, planned.fingerprint)

@@ -10,10 +10,11 @@ from typing import Final
 from corolla.chassis.audit import Caller
 from corolla.chassis.errors import InvalidRequest, ModelNotFound, RouteUnknown
 from corolla.chassis.handlers import Call
+from corolla.planning.apart import plan_together
 from corolla.planning.bookings import Bookings
 from corolla.planning.candidates import candidates, chain_of
 from corolla.planning.pairing import with_partners
-from corolla.planning.planner import plan_around_suspects
+from corolla.planning.planner import PlannedChain, plan_around_suspects
 from corolla.planning.replicas import PlannedSession, Replicas, in_turn
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
@@ -97,10 +98,14 @@ class RouterServicer:
         now_s = asyncio.get_running_loop().time()
         planning = self._planning.setdefault(request.model, _Planning())
         replicas = planning.replicas(roster, now_s)
-        session = PlannedSession(request.num_tokens, excluded, partial(planning.bookings.booked, now_s=now_s))
-        usable = [each for each in replicas.usable(session) if request.fingerprint in ("", each.fingerprint)]
-        planned = plan_around_suspects(usable, roster.num_blocks)
-        planned = with_partners(planned, replicas, session)
+        booked = partial(planning.bookings.booked, now_s=now_s)
+
+        def planned_without(server_ids: frozenset[str]) -> PlannedChain:
+            session = PlannedSession(request.num_tokens, server_ids, booked, apart=roster.apart)
+            usable = [each for each in replicas.usable(session) if request.fingerprint in ("", each.fingerprint)]
+            return with_partners(plan_around_suspects(usable, roster.num_blocks), replicas, session)
+
+        planned = plan_together(roster.apart, planned_without, excluded)
         chain = chain_of(planned.hops, planned.fingerprint)
         planning.bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)
@@ -109,7 +114,9 @@ class RouterServicer:
         if request.slow:
             await self.registry.doubt(request.model, request.server_id)
         else:
-            await self.registry.report(request.model, request.server_id)
+            # Without certificates, a connection stands for a workload.
+            reporter = workload_of_call(call.context.auth_context()) or call.context.peer()
+            await self.registry.report(request.model, request.server_id, str(reporter))
         return pb.ReportServerResponse()
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, call: Call[Caller]) -> pb.Placement:

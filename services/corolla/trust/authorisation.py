@@ -22,7 +22,7 @@ METHODS: Final[Mapping[str, frozenset[Role]]] = MappingProxyType(
         "RouterService/MoveSession": frozenset({_BLOCK}),
         "RouterService/PlanChain": _STEPPERS,
         "RouterService/WatchPlacement": _STEPPERS,
-        "RouterService/ReportServer": _STEPPERS,
+        "RouterService/ReportServer": frozenset({*_STEPPERS, _BLOCK}),
         "RouterService/GetPlacement": frozenset({*_STEPPERS, _BLOCK, _OPERATOR}),
         "RouterService/CreateSessionRecord": frozenset({_CLIENT}),
         "RouterService/GetSessionRecord": frozenset({_CLIENT}),

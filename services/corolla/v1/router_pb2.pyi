@@ -337,7 +337,7 @@ class ServerLoad(_message.Message):
     start_seconds_left: _builtins.float
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """host:port of ready servers that do not reach this one, or that it does not reach, as it found when it joined."""
+        """host:port of ready servers that do not reach this one, or that it does not reach; chains keep them apart."""
 
     def __init__(
         self,
@@ -541,7 +541,7 @@ class PlacedServer(_message.Message):
     DOUBTED_FIELD_NUMBER: _builtins.int
     state: Global___ServerState.ValueType
     suspected: _builtins.bool
-    """A client service reported that the server failed, and no heartbeat of it has come since."""
+    """Two workloads reported that they do not reach the server, and no heartbeat of it has come since."""
     doubted: _builtins.bool
     """Tokens passed it far more slowly than it claims, so it counts as no faster than most others."""
     @_builtins.property

@@ -177,8 +177,8 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportServer(self, request, context):
-        """Reports that a server failed: until its next heartbeat, chains avoid it if they can. Or reports that it is slower
-        than it claims.
+        """Reports that the caller does not reach a server. Once two workloads have said so within the time of a lease, chains
+        avoid the server until its next heartbeat if they can. Or reports that it is slower than it claims.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,8 +53,8 @@ class RouterServiceStub:
     """Sends the placement now and at each change."""
     GetPlacement: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetPlacementRequest, _router_pb2.Placement]
     ReportServer: _grpc.UnaryUnaryMultiCallable[_router_pb2.ReportServerRequest, _router_pb2.ReportServerResponse]
-    """Reports that a server failed: until its next heartbeat, chains avoid it if they can. Or reports that it is slower
-    than it claims.
+    """Reports that the caller does not reach a server. Once two workloads have said so within the time of a lease, chains
+    avoid the server until its next heartbeat if they can. Or reports that it is slower than it claims.
     """
     CreateSessionRecord: _grpc.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]
     """--- session records: owner, chain, token log ---"""
@@ -109,8 +109,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Sends the placement now and at each change."""
     GetPlacement: _aio.UnaryUnaryMultiCallable[_router_pb2.GetPlacementRequest, _router_pb2.Placement]  # type: ignore[assignment]
     ReportServer: _aio.UnaryUnaryMultiCallable[_router_pb2.ReportServerRequest, _router_pb2.ReportServerResponse]  # type: ignore[assignment]
-    """Reports that a server failed: until its next heartbeat, chains avoid it if they can. Or reports that it is slower
-    than it claims.
+    """Reports that the caller does not reach a server. Once two workloads have said so within the time of a lease, chains
+    avoid the server until its next heartbeat if they can. Or reports that it is slower than it claims.
     """
     CreateSessionRecord: _aio.UnaryUnaryMultiCallable[_router_pb2.CreateSessionRecordRequest, _router_pb2.SessionRecord]  # type: ignore[assignment]
     """--- session records: owner, chain, token log ---"""
@@ -204,8 +204,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ReportServerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ReportServerResponse, _abc.Awaitable[_router_pb2.ReportServerResponse]]:
-        """Reports that a server failed: until its next heartbeat, chains avoid it if they can. Or reports that it is slower
-        than it claims.
+        """Reports that the caller does not reach a server. Once two workloads have said so within the time of a lease, chains
+        avoid the server until its next heartbeat if they can. Or reports that it is slower than it claims.
         """
 
     @_abc_1.abstractmethod

@@ -223,6 +223,33 @@ async def test_a_mark_that_ends_is_gone_at_the_next_reading(redis_url: str, rout
     await store.close()
 
 
+async def test_a_server_is_suspected_by_the_word_of_two_until_it_is_heard(
+    redis_url: str, router: Router, model: str
+) -> None:
+    server = BlockServer(router, model)
+    await server.join()
+    store = Store(redis_url, 5.0, RouterMetrics(new_registry()))
+    registry = Registry(store, lease_ms=60_000, read_whole_s=1e9)
+
+    async def is_suspected() -> bool:
+        return (await registry.snapshot(model)).servers[0].suspected
+
+    # What one says counts for the time of a lease.
+    brief = Registry(store, lease_ms=50)
+    await brief.report(model, server.server_id, "other")
+    await asyncio.sleep(0.1)
+    for _ in range(3):
+        await registry.report(model, server.server_id, "one")
+        assert not await is_suspected()
+    await registry.report(model, "unknown", "other")
+    assert not await is_suspected()
+    await registry.report(model, server.server_id, "other")
+    assert await is_suspected()
+    await server.beat()
+    assert not await is_suspected()
+    await store.close()
+
+
 async def test_all_servers_of_a_doubted_host_are_doubted(redis_url: str, router: Router, model: str) -> None:
     servers = [BlockServer(router, model, address=address) for address in ("a:1", "a:2", "b:1")]
     for each in servers:

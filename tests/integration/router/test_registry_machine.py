@@ -138,12 +138,12 @@ class World(RuleBasedStateMachine):
 
     # --- what others say of servers ---
 
-    @rule(address=ADDRESSES, mark=st.sampled_from(["failed", "slow", "unready", ""]))
+    @rule(address=ADDRESSES, mark=st.sampled_from(["one", "other", "slow", "unready", ""]))
     def mark(self, address: str, mark: str) -> None:
         server_id = self.newest[address].server_id if address in self.newest else "nobody"
         match mark:
-            case "failed":
-                self.run(self.registry.report(self.model, server_id))
+            case "one" | "other":
+                self.run(self.registry.report(self.model, server_id, mark))
             case "slow":
                 self.run(self.registry.doubt(self.model, server_id))
             case reason:

@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from corolla.block_server import meetings
-from corolla.block_server.meetings import MOST_ASKED, Meetings
+from corolla.block_server.meetings import MOST_ASKED, MOST_UNREACHABLE, Meetings
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import Peer
 from corolla.chassis.errors import MalformedMessage, RouterUnavailable
@@ -178,6 +178,50 @@ async def test_pairs_stay_known_without_a_router_and_later_losses_are_found(
     await until(lambda: num_looks >= 4)
     assert own.meetings.unreachable == (other.address,)
     running.cancel()
+
+
+async def test_a_lost_neighbour_is_named_and_reported_at_once_and_then_asked(place: Place) -> None:
+    other, own = Server(place, READY), Server(place, READY)
+    for each in (other, own):
+        await each.open()
+    place.servers[0].server.server_id = "other"
+    reported, changes = list[str](), list[tuple[str, ...]]()
+
+    async def report(server_id: str) -> None:
+        reported.append(server_id)
+        raise RouterUnavailable("away")
+
+    own.meetings.report, own.meetings.on_change = report, lambda: changes.append(own.meetings.unreachable)
+    own.meetings.lost(other.address)
+    own.meetings.lost(other.address)
+    assert changes == [(other.address,)]
+    await until(lambda: not own.meetings.unreachable)
+    assert reported == ["other"]
+    assert other.num_callers == 1, "it is asked once, and reaches the one that asks"
+    await other.listener.close()
+    own.meetings.lost(other.address)
+    await until(lambda: len(reported) == 2)
+    assert own.meetings.unreachable == (other.address,)
+    # A server that comes to the address meets this one.
+    following = Server(Place(), JOINING)
+    following.address = following.meetings.address = other.address
+    following.listener = StreamListener("127.0.0.1", other.listener.port)
+    await following.open()
+    following.meetings.placement = place.placement
+    await following.meetings.meet_all()
+    assert not list(own.meetings.unreachable)
+    await following.tasks.close()
+    await following.listener.close()
+
+
+async def test_a_server_that_left_is_not_lost_and_few_are_named(place: Place) -> None:
+    own = Server(place, READY)
+    own.meetings.lost("127.0.0.1:1")
+    assert own.meetings.unreachable == ("127.0.0.1:1",)
+    await until(lambda: not own.meetings.unreachable)
+    for number in range(1, 200):
+        own.meetings.lost(f"127.0.0.1:{number}")
+    assert len(own.meetings.unreachable) == MOST_UNREACHABLE
 
 
 async def test_one_peer_has_one_meeting_at_a_time_and_all_have_few(place: Place) -> None:

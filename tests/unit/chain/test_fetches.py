@@ -26,6 +26,9 @@ CHAIN = common_pb2.Chain(hops=[a_hop("a", 0, 10), a_hop("b", 10, 20)])
 class Routes:
     """Servers of all blocks hold a text; hops fetch 500 tokens in the time in which they compute them."""
 
+    def apart_from(self, _server_ids: Collection[str]) -> frozenset[str]:
+        return frozenset()
+
     def holder_for(
         self, hop: common_pb2.Hop, excluded: Collection[str], held: Mapping[str, int]
     ) -> common_pb2.Hop | None:

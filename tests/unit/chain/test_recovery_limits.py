@@ -24,7 +24,7 @@ from corolla.wire.span import Span
 
 
 def test_a_server_comes_back_after_a_while_and_later_if_it_fails_again() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine[str]()
     assert quarantine.add("a", 10.0)
     assert not quarantine.add("a", 11.0), "the second session that lost it says nothing new"
     assert quarantine.active(10.0 + FIRST_QUARANTINE_S - 0.1) == {"a"}

@@ -28,8 +28,10 @@ local MOST_EXPIRED = 256                   -- expired sessions that one call rem
 local MOST_REMOVED = 1024                  -- removed adapters that are remembered, so that servers learn of them
 local REPEATED_WITHIN_MS = 30000           -- the time in which a call whose answer was lost is repeated
 
--- String with a TTL: a client service reported that the server failed.
+-- String with a TTL: two workloads said that they do not reach the server.
 local function suspect_key(server_id) return PREFIX .. 'suspect:' .. server_id end
+-- String with a TTL: the workload that said so last.
+local function reporter_key(server_id) return PREFIX .. 'reporter:' .. server_id end
 -- String with a TTL: why a server that reports to be ready is withheld: `leaving` or `unready`.
 local function withheld_key(server_id) return PREFIX .. 'withheld:' .. server_id end
 -- String with a TTL: chains through servers at this host were far slower than reported. It outlasts these servers.
@@ -142,7 +144,7 @@ local function is_anothers(server_id, workload)
 end
 
 local function remove(server_id, entry)
-  redis.call('DEL', suspect_key(server_id), withheld_key(server_id))
+  redis.call('DEL', suspect_key(server_id), reporter_key(server_id), withheld_key(server_id))
   redis.call('HDEL', SERVERS, server_id)
   redis.call('HDEL', LEASES, server_id)
   redis.call('HDEL', WORKLOADS, server_id)
