@@ -19,8 +19,8 @@ NUM_STREAMS: Final = 8
 GHOST_S: Final = 7.0
 """The time of a lease, and a second for the router to look."""
 _PAUSE_S: Final = 0.5
-# At times one server of each of two spans leaves at once. One time in five they stay away until they would be ghosts;
-# otherwise their next incarnations take their addresses.
+# One server of each of two spans leaves at once in some runs. In one run of five, servers stay away until they would be
+# ghosts; otherwise their next incarnations take their addresses.
 _SHARE_OF_TWO: Final = 0.2
 _LONG_ABSENCE: Final = 5
 

@@ -4,7 +4,7 @@ Each hop of a chain sends to the next one, and the last hop to the first one, si
 fails at its first token if two neighbours do not reach each other. The planner (`planning/planner`) does not know
 pairs: with them, the cost of a hop would depend on the hop before it. Therefore a chain with such a pair is planned
 again in two ways: without the servers that the first of the two does not reach, and without the first of the two. One
-of these plans has each chain that lacks the pair, unless the chain has both servers in places that are no neighbours.
+of these plans has each chain that lacks the pair, unless that chain has both servers, with others between them.
 
 An example (test_apart.py runs it): a1 and a2 hold blocks 0:4, b1 and b2 blocks 4:8. a1 and b1 are the fastest, and
 neither of them reaches the other.

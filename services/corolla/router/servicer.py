@@ -114,7 +114,7 @@ class RouterServicer:
         if request.slow:
             await self.registry.doubt(request.model, request.server_id)
         else:
-            # Without certificates, a connection stands for a workload.
+            # A connection stands for a workload where there are no certificates.
             reporter = workload_of_call(call.context.auth_context()) or call.context.peer()
             await self.registry.report(request.model, request.server_id, str(reporter))
         return pb.ReportServerResponse()

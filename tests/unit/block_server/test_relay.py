@@ -49,7 +49,7 @@ async def test_what_waits_for_a_router_is_bounded_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-async def test_a_stream_that_breaks_is_told_and_one_that_is_closed_is_not(is_there: bool) -> None:
+async def test_only_a_stream_that_breaks_counts_as_lost(is_there: bool) -> None:
     listener, lost = StreamListener("127.0.0.1", 0), list[str]()
     streams = list[Stream]()
 
