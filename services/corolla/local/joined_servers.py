@@ -5,9 +5,8 @@ import urllib.request
 from pathlib import Path
 from typing import Final
 
-from corolla.chassis.addresses import host_port, split_address
 from corolla.chassis.errors import StartupError
-from corolla.local import model_fetch, processes
+from corolla.local import model_fetch, processes, readiness
 from corolla.local.fork_server import Exit, ForkServer
 from corolla.local.log_files import LogFile, with_log
 from corolla.local.model_fetch import ModelFacts
@@ -16,6 +15,7 @@ from corolla.local.ports import Ports
 from corolla.local.processes import ManagedProcess
 from corolla.local.supervisor import Report, StackEvent, Supervisor
 from corolla.trust.loopback import VARIABLE
+from corolla.wire.network import Network
 
 _TIMEOUT_S: Final = 1.0
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -48,7 +48,7 @@ class JoinedServers:
             options.log_folder.mkdir(parents=True, exist_ok=True)
         except OSError as failure:
             raise StartupError(f"cannot make the log folder {options.log_folder}: {failure.strerror}") from None
-        self._router, self._tls_dir = router, tls_dir
+        self._router, self._tls_dir, self._model = router, tls_dir, ""
         self._environment = self._environment_of(options)
         self._fork_server = ForkServer(self._environment, options.log_folder / "fork-server.log")
 
@@ -81,6 +81,7 @@ class JoinedServers:
             StartupError: the port is taken.
         """
         self._options, self._environment = options, self._environment_of(options)
+        self._model = facts.name
         host = options.private_host
         given = self._ports.choose(port, DEFAULT_SERVER_PORT, "block server", host)
         num_servers = max(1, len(facts.devices)) if options.devices_are_counted else 1
@@ -96,8 +97,7 @@ class JoinedServers:
     @property
     def addresses(self) -> list[str]:
         """The addresses by which others reach the servers."""
-        ports = [found[1] for each in self.processes if (found := split_address(each.address)) is not None]
-        return [host_port(self._options.shared_host, port) for port in ports]
+        return [processes.placed_address(self._options, each) for each in self.processes]
 
     def start(self) -> None:
         """Starts the block servers, which then register, load their spans and serve."""
@@ -143,6 +143,10 @@ class JoinedServers:
 
     def take_exits(self) -> list[Exit]:
         return self._fork_server.take_exits()
+
+    def note_exit(self, process: ManagedProcess) -> None:
+        address = processes.placed_address(self._options, process)
+        readiness.remove_dead_server(self._router, Network.from_folder(self._tls_dir), self._model, address)
 
     def look(self, report: Report) -> None: ...
 

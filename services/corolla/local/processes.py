@@ -153,6 +153,11 @@ def block_server_process(
     )  # fmt: skip
 
 
+def placed_address(options: StackOptions, process: ManagedProcess) -> str:
+    """Returns the `host:port` by which the placement names a block server."""
+    return host_port(options.shared_host or LOOPBACK, int(process.address.rpartition(":")[2]))
+
+
 def client_process(options: StackOptions, port: int, http_port: int, metrics_port: int) -> ManagedProcess:
     arguments = ["client", "--model", options.model, "--port", str(port), "--host", options.host]
     arguments += ["--http-port", str(http_port), "--metrics-port", str(metrics_port)]

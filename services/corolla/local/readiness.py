@@ -4,6 +4,7 @@ Calls are made apart from the caller's thread, so that a signal to the main thre
 """
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from corolla.router.redis_address import answers
 from corolla.sdk.client import Client
 from corolla.v1 import router_pb2
 from corolla.v1.router_pb2_grpc import RouterServiceStub
+from corolla.wire.network import Network
 
 _TIMEOUT_S = 1.0
 _OPTIONS = [
@@ -67,6 +69,35 @@ class Probe:
             )
         except grpc.RpcError:
             return None
+
+    def remove_server_at(self, model: str, address: str) -> None:
+        """Has a router remove the block server at an address; does nothing if the router does not answer.
+
+        The certificate must be that server's own.
+        """
+        if (placement := self.placement(model)) is None:
+            return
+        for each in placement.servers:
+            if each.server.address == address:
+                request = router_pb2.DeregisterServerRequest(model=model, server_id=each.server.server_id)
+                with suppress(grpc.RpcError):
+                    RouterServiceStub(self._channel).DeregisterServer(request, timeout=_TIMEOUT_S)
+
+
+def remove_dead_server(router: str, network: Network, model: str, address: str) -> None:
+    """Tells a router that the process of a block server has ended, so that others replace it before its lease ends.
+
+    Args:
+        router: the router's `host:port`.
+        network: the network with the certificate of that server.
+        address: the server's `host:port` in the placement.
+    """
+    credentials = network.credentials
+    probe = Probe(router, credentials.for_channels() if credentials is not None else None)
+    try:
+        probe.remove_server_at(model, address)
+    finally:
+        probe.close()
 
 
 def knows_a_chain(client_address: str) -> bool:

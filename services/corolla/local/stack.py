@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 import grpc
@@ -196,6 +197,14 @@ class Stack:
     def take_exits(self) -> list[Exit]:
         """Returns the ends of the processes that have ended since the last call."""
         return self._fork_server.take_exits() if self._fork_server else []
+
+    def note_exit(self, process: ManagedProcess) -> None:
+        """Tells the router that a block server has died; see `Supervised`."""
+        if process.is_block_server:
+            folder = self._identity(process).get(VARIABLE)
+            network = Network.from_folder(Path(folder) if folder is not None else None)
+            address = processes.placed_address(self.options, process)
+            readiness.remove_dead_server(self.router_address, network, self.model_name, address)
 
     def stop(self) -> None:
         """Ends all processes: the client service first, then the servers that it uses. May be called twice."""

@@ -50,6 +50,9 @@ class Supervised(Protocol):
     def take_exits(self) -> list[Exit]:
         """Returns the ends of processes since the last call."""
 
+    def note_exit(self, process: ManagedProcess) -> None:
+        """Does what has to be done at once when a process has ended, before it is started again."""
+
     def look(self, report: Report) -> None:
         """Does what else has to be done again and again."""
 
@@ -106,6 +109,7 @@ class Supervisor:
 
     def _take_note(self, process: ManagedProcess, ended: Exit) -> None:
         name = process.name
+        self._supervised.note_exit(process)
         self._coming_up.discard(name)
         text = f"(process {ended.pid}) {ended.how}"
         if self._restarts:

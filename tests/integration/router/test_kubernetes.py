@@ -146,6 +146,24 @@ async def test_a_pod_that_vanishes_gets_no_sessions_though_its_lease_runs(
         assert await chosen(router, model) == {servers[2].server_id}
 
 
+async def test_a_server_whose_pod_has_gone_is_removed_before_its_lease_ends(
+    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+) -> None:
+    for name in "ab":
+        kubernetes.put(described_pod(name))
+    router = await start_router(**inside)
+    await watched(router)
+    gone, staying = server_in(router, model, "a"), server_in(router, model, "b")
+    async with serving(staying):
+        await gone.join()
+        kubernetes.remove("pod-a")
+
+        async def is_removed() -> bool:
+            return set(await states(router, model)) == {"b"}
+
+        await until(is_removed)
+
+
 async def test_a_pod_that_is_not_ready_comes_last_until_it_is_ready_again(
     start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
 ) -> None:

@@ -20,10 +20,12 @@ class Servers:
         self.processes = (ManagedProcess(NAME, "", (), "127.0.0.1:1", LogFile(Path("unused"))),)
         self.serves = True
         self.exits = list[Exit]()
+        self.done = list[str]()
         self.num_looks = 0
 
     def launch(self, process: ManagedProcess) -> None:
         self.serves = True
+        self.done.append("launched")
 
     def is_serving(self, name: str) -> bool:
         return self.serves
@@ -31,6 +33,9 @@ class Servers:
     def take_exits(self) -> list[Exit]:
         taken, self.exits = self.exits, []
         return taken
+
+    def note_exit(self, process: ManagedProcess) -> None:
+        self.done.append(f"noted {process.name}")
 
     def look(self, report: Report) -> None:
         self.num_looks += 1
@@ -51,6 +56,8 @@ def test_a_process_serves_and_is_started_again_when_it_dies() -> None:
     finally:
         supervisor.stop()
     assert servers.num_looks
+    # Whoever hears of the exit must not take the next start for the one that ended.
+    assert servers.done == [f"noted {NAME}", "launched"]
 
 
 def test_health_is_asked_by_http() -> None:

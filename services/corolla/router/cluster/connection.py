@@ -211,6 +211,8 @@ class PodRecorder:
 
 
 _SHORTEST_ROUND_S: Final = 0.05
+_MOST_REMOVED: Final = 4096
+"""After so many removed servers, the oldest ones are past remembering."""
 
 
 @dataclass(eq=False, repr=False)
@@ -234,6 +236,8 @@ class ClusterConnection:
     _local_models: set[str] = field(init=False, default_factory=set)
     # The servers withheld in the last round, by model.
     _withheld: dict[str, Mapping[str, Withheld]] = field(init=False, default_factory=dict)
+    # The servers that were removed since their pods have gone.
+    _removed: set[str] = field(init=False, default_factory=set)
     _recorder: PodRecorder | None = field(init=False, default=None)
     _failures: FailureLog = field(init=False, default_factory=FailureLog)
 
@@ -307,7 +311,11 @@ class ClusterConnection:
         self._has_news.set()
 
     async def _round(self) -> None:
-        """Marks in the store servers that their pods keep from new sessions. Marks end unless a round repeats them."""
+        """Removes servers whose pods have gone, and marks in the store those that their pods keep from new sessions.
+
+        Marks end unless a round repeats them. A removed server that lives on registers again with its next heartbeat:
+        its pod was deleted by force, or the selector no longer matches it. From then on it is marked.
+        """
         # The pods are read before the rosters: a model counts as local only by a roster that is newer than its pods.
         uids = {pod.uid for pod in self._pods}
         rosters = [roster async for roster in self.registry.rosters()]
@@ -319,6 +327,7 @@ class ClusterConnection:
             before = self._withheld.get(roster.model, {})
             now = withheld_servers(roster.servers, self._pods)
             self._withheld[roster.model] = now
+            await self._remove_gone(roster)
             for server_id, reason in now.items():
                 if before.get(server_id) is not reason:
                     log.info(
@@ -327,6 +336,16 @@ class ClusterConnection:
                 await self.registry.withhold(roster.model, server_id, reason, self._mark_ms)
             for server_id in before.keys() - now.keys():
                 await self.registry.withhold(roster.model, server_id, "", self._mark_ms)
+
+    async def _remove_gone(self, roster: Roster) -> None:
+        for each in roster.servers:
+            server_id = each.server.server_id
+            if self._pods.has_gone(each.server.pod_uid) and server_id not in self._removed:
+                if len(self._removed) >= _MOST_REMOVED:
+                    self._removed.clear()
+                self._removed.add(server_id)
+                log.info("the pod of a block server has gone", extra={"server": server_id})
+                await self.registry.deregister(roster.model, server_id)
 
     async def _write(self, recorder: PodRecorder) -> None:
         clock = asyncio.get_running_loop().time

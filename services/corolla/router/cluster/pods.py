@@ -116,6 +116,10 @@ class PodTable:
         """Marks the table as not current, because the watch has ended."""
         self.is_current = False
 
+    def has_gone(self, uid: str) -> bool:
+        """The pod was seen, and is no more: its containers have ended, or it was deleted by force."""
+        return uid in self._gone
+
     def withheld(self, uid: str) -> Withheld | None:
         """Returns the reason why the server in this pod should get no sessions; None: there is no reason."""
         pod = self._pods.get(uid)
