@@ -34,7 +34,7 @@ SET_BY_THE_CHART: Final = {
     "blockServer.defaults": frozenset(
         {
             "adapters_dir", "adapters_mib", "advertised_host", "blocks", "control_port", "device", "dtype",
-            "kv_cache_dtype", "metrics_port", "model", "pod_uid", "port", "quantization", "revision",
+            "kv_cache_dtype", "metrics_port", "model", "node", "pod_uid", "port", "quantization", "revision",
             "router", "tls_dir",
         }
     ),

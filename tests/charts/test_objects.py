@@ -388,7 +388,7 @@ def test_the_router_watches_the_block_servers_of_its_release_and_knows_its_own_p
     }
     assert fields == {"COROLLA_POD_NAME": "metadata.name", "COROLLA_POD_UID": "metadata.uid"}
     (server,) = pod_specs(objects)["rel-petals-block-server-main"]["containers"]
-    assert "COROLLA_POD_UID" in {each["name"] for each in server["env"]}
+    assert {"COROLLA_POD_UID", "COROLLA_NODE"} <= {each["name"] for each in server["env"]}
 
 
 COMPONENTS: Final = ("block-server", "client", "issuer", "redis", "router", "test")

@@ -30,6 +30,8 @@ ENVIRONMENT = {
     # The servers are alike, and share two cores with other tests: what they measure must not move any of them.
     "COROLLA_REBALANCE_MIN_GAIN": "10"
 }
+# Within such a lease, only the exit of the process tells that it is lost.
+SPARES = {"COROLLA_SPARE_MIB": "64", "COROLLA_LEASE_MS": "120000"}
 
 
 def held(placement: router_pb2.Placement | None) -> dict[str, str]:
@@ -41,16 +43,28 @@ def held(placement: router_pb2.Placement | None) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
+def numerics(placement: router_pb2.Placement | None) -> dict[str, str]:
+    """The digests of how servers compute, by their spans."""
+    return {
+        f"{each.span.start}:{each.span.end}": each.load.numerics
+        for each in (placement.servers if placement is not None else ())
+    }
+
+
+@pytest.mark.parametrize(
+    "number, are_spares", [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGKILL, True)],
+    ids=["killed", "drained", "spare"],
+)  # fmt: skip
 @pytest.mark.full
 async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, are_spares: bool
 ) -> None:
     changes = {"max_position_embeddings": 8192}
     model = make_tiny_checkpoint("llama", tmp_path / "tiny", num_blocks=4, config_changes=changes)
     options = StackOptions(
-        model=str(model), blocks="auto", num_servers=3, log_folder=tmp_path, restarts=False, environment=ENVIRONMENT
-    )
+        model=str(model), blocks="auto", num_servers=3, log_folder=tmp_path, restarts=False,
+        environment={**ENVIRONMENT, **(SPARES if are_spares else {})},
+    )  # fmt: skip
     stack = Stack(options)
     await asyncio.to_thread(stack.start)
     try:
@@ -66,6 +80,15 @@ async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
             before = await spans()
             held_twice, held_once = sorted({"0:2", "2:4"}, key=list(before.values()).count, reverse=True)
             assert sorted(before.values()) == sorted([held_twice, held_twice, held_once])
+
+            async def is_kept() -> bool:
+                placement = await asyncio.to_thread(stack.placement)
+                kept = [span for each in (placement.servers if placement else ()) for span in each.load.spare_spans]
+                return held_once in {f"{span.start}:{span.end}" for span in kept}
+
+            if are_spares:
+                await until(is_kept)
+            digests = numerics(await asyncio.to_thread(stack.placement))
             undisturbed = await client.generate(PROMPT, **OPTIONS)
             streams = [client.stream(PROMPT, **OPTIONS) for _ in range(3)]
             heads = [(await anext(stream)).token_ids for stream in streams]
@@ -83,6 +106,7 @@ async def test_the_blocks_of_a_server_that_left_for_good_are_taken_by_another(
             await until(has_moved)
             after = await spans()
             assert leaver.address not in after
+            assert numerics(await asyncio.to_thread(stack.placement)) == digests
             # The mover is the same process, at the same address, and its metrics are where they were.
             mover = next(each for each in stack.servers if after.get(each.address) == held_once)
             assert stack.pid(mover.name) is not None

@@ -38,6 +38,7 @@ _NUM_AT_A_TIME: Final = 4
 _ROUND_INTERVAL_S: Final = 0.5
 _POLL_INTERVAL_S: Final = 0.02
 _FAREWELL_S: Final = 2.0
+_HURRY_S: Final = 1.0
 
 
 @dataclass(eq=False, repr=False)
@@ -67,16 +68,21 @@ class Drain:
     # The ids of servers that took sessions over, by the last page that these held in common with others.
     _holders: defaultdict[PrefixKey, set[str]] = field(init=False, default_factory=lambda: defaultdict(set))
 
-    async def drain(self, timeout_s: float) -> None:
-        """Returns when no client needs this server any more, at the latest after `timeout_s`."""
+    async def drain(self, timeout_s: float, *, at_once: bool = False) -> None:
+        """Returns when no client needs this server any more, at the latest after `timeout_s`.
+
+        Args:
+            at_once: no answer goes on before this server has left. It tries once to hand its sessions over, for a
+                second at most, and waits for no client.
+        """
         started_s = self.engine.clock()
         self.sessions.is_draining = True
         self.registration.state = router_pb2.SERVER_STATE_DRAINING
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, _HURRY_S) if at_once else timeout_s):
                 with contextlib.suppress(CorollaError):
                     await self.registration.send_heartbeat()
-                await self._rounds()
+                await (self._round() if at_once else self._rounds())
         self.metrics.drain_seconds.set(self.engine.clock() - started_s)
         log.info("drained", extra={"sessions_left": self.num_left})
 
@@ -218,8 +224,9 @@ class Drain:
     def _own(self) -> Candidate:
         server = self.server
         return Candidate(
-            server.server_id, server.address, server.fingerprint, self.sender.span, 0.0, numerics=self.numerics
-        )
+            server.server_id, server.address, server.fingerprint, self.sender.span, 0.0, numerics=self.numerics,
+            node=server.node,
+        )  # fmt: skip
 
     def _tell(self, session: HopSession[SessionCache], moved: pb.Moved) -> None:
         peer = self.peers.get(session.request.client_id)

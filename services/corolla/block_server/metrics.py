@@ -167,6 +167,9 @@ class BlockServerMetrics:
         self.boundary_activation_bytes = gauge(
             "corolla_boundary_activation_bytes", "Bytes of outputs kept to rebuild a lost next hop."
         )
+        self.spare_bytes = gauge(
+            "corolla_spare_weights_bytes", "Bytes of weights of other servers' spans that this server keeps."
+        )
         self.resent_tokens = counter("corolla_hop_resent_tokens", "Tokens whose boundary activations were sent again.")
         self.outputs_evicted = counter(
             "corolla_boundary_activations_evicted",

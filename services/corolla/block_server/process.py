@@ -7,12 +7,14 @@ from typing import Final
 
 from corolla.block_server.service import BlockServer
 from corolla.block_server.settings import BlockServerSettings
+from corolla.block_server.spare_weights import SpareWeights
 from corolla.chassis import heap
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import call_path
 from corolla.chassis.lifecycle import fail
 from corolla.chassis.tasks import TaskGroup
 from corolla.compute.compute_thread import let_others_compute_alone
+from corolla.compute.speed import Speed
 from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,10 @@ class BlockServerProcess:
 
     def __init__(self, settings: BlockServerSettings) -> None:
         self._settings = settings
-        self._server: BlockServer | None = BlockServer(settings)
+        # A server with blocks of its own moves nowhere.
+        self._spares = SpareWeights(settings.spare_mib << 20 if settings.span is None else 0)
+        self._speed: Speed | None = None
+        self._server: BlockServer | None = BlockServer(settings, spares=self._spares)
         self._leaving: asyncio.Task[None] | None = None
         self._tasks = TaskGroup(lambda: fail(self._not_serving))
 
@@ -54,10 +59,11 @@ class BlockServerProcess:
         ports = {"port": server.port, "control_port": server.control_port, "metrics_port": server.metrics_port}
         settings = self._settings.model_copy(update=ports)
         while True:
-            span = await server.ordered_span()
+            order = await server.order()
+            span = order.span
             try:
                 # The server still serves while it fetches. That may take minutes; the router may withdraw its order.
-                is_wanted = await server.fetch(span)
+                is_wanted = await server.fetch(order)
             except Exception as failure:
                 # The disk may be full, for example. The span that is served is not affected.
                 reason = failure.message if isinstance(failure, StartupError) else call_path(failure)
@@ -68,6 +74,8 @@ class BlockServerProcess:
                 continue
             log.info("moving", extra={"blocks": str(span)})
             # The old weights are freed first, because those of both incarnations may not fit at once.
+            self._speed = server.speed
+            server.leaves_at_once = order.at_once
             del server
             await self._stop_server()
             heap.release()
@@ -89,7 +97,7 @@ class BlockServerProcess:
         """Starts a new incarnation, and tries again until it serves."""
         while True:
             try:
-                server = self._server = BlockServer(settings, span)
+                server = self._server = BlockServer(settings, span, spares=self._spares, speed=self._speed)
                 heap.expect_loading()
                 await server.start()
                 heap.settle()

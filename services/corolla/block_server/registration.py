@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,6 +26,14 @@ _RETRY_INTERVAL_S = 0.5
 Reply = TypeVar("Reply", bound=Message)
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A router's order to hold another span; see `HeartbeatResponse` for `at_once`."""
+
+    span: Span
+    at_once: bool = False
+
+
 @dataclass(eq=False, repr=False)
 class Registration:
     """Registers the server, and renews its lease in the background.
@@ -38,6 +47,7 @@ class Registration:
         channels: opens channels to the router.
         interval_s: seconds between heartbeats, until a router answers with another interval.
         on_placement: is called with each placement that this server asked for.
+        longest_interval_s: the longest time between heartbeats, whatever a router answers.
 
     Attributes:
         state: the state that the next heartbeat reports.
@@ -49,6 +59,7 @@ class Registration:
     channels: Channels = open_channel
     interval_s: float = 1.0
     on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None
+    longest_interval_s: float = math.inf
 
     def __post_init__(self) -> None:
         self._channel = self.channels(self.router)
@@ -56,7 +67,7 @@ class Registration:
         self._span: Span | None = None
         self._soon = asyncio.Event()
         self.num_heartbeats = 0
-        self._ordered: Span | None = None
+        self._ordered: Order | None = None
         self._order_came = asyncio.Event()
         self.state: router_pb2.ServerState.ValueType = router_pb2.SERVER_STATE_JOINING
 
@@ -83,7 +94,7 @@ class Registration:
                     has_logged = True
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
-            self.interval_s = answer.heartbeat_interval_ms / 1000
+            self.interval_s = min(answer.heartbeat_interval_ms / 1000, self.longest_interval_s)
             self._span = Span.from_message(answer.span)
             return self._span
 
@@ -109,19 +120,19 @@ class Registration:
                 async with asyncio.timeout(interval_s):
                     await self._soon.wait()
 
-    async def ordered_span(self) -> Span:
-        """Waits until the router orders this server to move to another span, and returns that span."""
+    async def order(self) -> Order:
+        """Waits until the router orders this server to move to another span."""
         while self._ordered is None:
             await self._order_came.wait()
         return self._ordered
 
-    async def still_ordered(self, span: Span) -> bool:
+    async def still_ordered(self, order: Order) -> bool:
         """Sends a heartbeat to ask whether the order stands: the router withdraws orders when servers join or leave."""
         try:
             await self.send_heartbeat()
         except CorollaError:
             return False
-        return self._ordered == span
+        return self._ordered is not None and self._ordered.span == order.span
 
     def request_heartbeat(self) -> None:
         """Sends the next heartbeat at once, because the state has changed."""
@@ -144,7 +155,7 @@ class Registration:
         answer = await self._call(self._stub.Heartbeat, request)
         failpoints.passed("after_lease")
         if answer.HasField("move_to"):
-            self._ordered = Span.from_message(answer.move_to)
+            self._ordered = Order(Span.from_message(answer.move_to), answer.at_once)
             self._order_came.set()
         else:
             self._ordered = None

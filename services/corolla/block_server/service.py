@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final
@@ -26,13 +26,14 @@ from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.periodic_tasks import PeriodicTasks
-from corolla.block_server.registration import Registration
+from corolla.block_server.registration import Order, Registration
 from corolla.block_server.relay import Relay
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import AdminEndpoint, BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
 from corolla.block_server.span_loader import FEWER_PAGES, FEWER_WEIGHTS, SpanLoader
+from corolla.block_server.spare_weights import HEARTBEAT_INTERVAL_S, Keeping, SpareWeights
 from corolla.block_server.start_progress import StartProgress
 from corolla.block_server.step_admission import StepWork
 from corolla.block_server.step_spans import StepSpans
@@ -59,7 +60,7 @@ from corolla.compute.device import (
 from corolla.compute.device_memory import DeviceMemory
 from corolla.compute.memory_bound import MemoryBound
 from corolla.compute.numerics import kind_of, numerics_of
-from corolla.compute.speed import measure_bandwidth, measure_decode_step
+from corolla.compute.speed import Speed, measure_bandwidth, measure_decode_step
 from corolla.models.edges import head_bytes
 from corolla.models.hub import Hub
 from corolla.trust.watched_files import Contents, WatchedFiles
@@ -94,8 +95,11 @@ class BlockServer:
         max_inline_s: shorter decode steps are computed on the event loop; 0: none.
         max_tokens_per_frame: the most tokens of one step; None: as the settings say.
         new_registration: makes the registration; see `Registration`.
+        spares: the weights that the process keeps in addition to its span; None: none.
+        speed: what an earlier incarnation measured here; None: it is measured.
 
     Attributes:
+        leaves_at_once: whether `stop` waits for no client; see `Drain.drain`.
         parts: the parts of the server, and what the start has done so far.
         registry: the server's metrics, which can be read after it has stopped, too.
 
@@ -112,8 +116,14 @@ class BlockServer:
         max_inline_s: float = MAX_INLINE_S,
         max_tokens_per_frame: int | None = None,
         new_registration: Callable[..., Registration] = Registration,
+        spares: SpareWeights | None = None,
+        speed: Speed | None = None,
     ) -> None:
         self.settings = settings
+        self.leaves_at_once = False
+        self._spares = spares or SpareWeights(0)
+        self._placed: Sequence[router_pb2.PlacedServer] = ()
+        self._earlier_speed = speed
         self._new_registration = new_registration
         self._max_tokens_per_frame = max_tokens_per_frame or settings.max_tokens_per_frame
         self._max_inline_s = max_inline_s
@@ -240,18 +250,23 @@ class BlockServer:
     def _fail(self) -> None:
         fail(self.not_serving)
 
-    async def ordered_span(self) -> Span:
-        """Waits until the router wants this server to hold another span. The server must have started."""
-        return await self._registration.ordered_span()
+    @property
+    def speed(self) -> Speed:
+        """What the start has measured."""
+        return self._speed
 
-    async def fetch(self, span: Span) -> bool:
+    async def order(self) -> Order:
+        """Waits until the router wants this server to hold another span. The server must have started."""
+        return await self._registration.order()
+
+    async def fetch(self, order: Order) -> bool:
         """Fetches the files of another span while this one is served. Returns whether the router still wants the move.
 
         Raises:
             StartupError: the files cannot be fetched.
         """
-        await asyncio.to_thread(self._loader.fetch, self._checkpoint, span)
-        return await self._registration.still_ordered(span)
+        await asyncio.to_thread(self._loader.fetch, self._checkpoint, order.span)
+        return await self._registration.still_ordered(order)
 
     async def _start_admin(self) -> str:
         await self._admin.start()
@@ -282,6 +297,10 @@ class BlockServer:
         return f"{checkpoint.name}, {checkpoint.num_blocks} blocks, fingerprint {self._fingerprint}"
 
     async def _measure_speed(self) -> None:
+        if self._earlier_speed is not None:
+            self._speed = self._earlier_speed
+            await self._compute_thread.run(torch.set_num_threads, self._speed.num_threads)
+            return
         settings, device = self.settings, self._device
         if settings.span is not None and device.type != "cpu":
             # The threads would slow down a CPU, on which a block is measured next.
@@ -295,6 +314,8 @@ class BlockServer:
         self._registration = self._new_registration(
             self.settings.router, self._description, self._load, self._network.channels, on_placement=self._on_placement
         )
+        if self._spares.max_bytes:
+            self._registration.longest_interval_s = HEARTBEAT_INTERVAL_S
         return f"one block computes {self._speed.decode_tokens_per_second:.0f} tokens/s one at a time"
 
     async def _end_registration(self) -> None:
@@ -331,14 +352,12 @@ class BlockServer:
             self._bandwidth = (
                 await self._compute_thread.run(measure_bandwidth, device) if device.type == "cuda" else None
             )
-            self._model, self._edges, self._shared = await self._compute_thread.run(
-                self._loader.load_weights, self._checkpoint, span
-            )
-        return f"{self._weight_bytes / 2**30:.2f} GiB on {self._model.device}"
-
-    @property
-    def _weight_bytes(self) -> int:
-        return self._model.nbytes + (0 if self._edges is None else self._edges.nbytes)
+            weights = self._spares.take(span, self._fingerprint)
+            if weights is None:
+                weights = await self._compute_thread.run(self._loader.load_weights, self._checkpoint, span)
+            self._shared = await self._compute_thread.run(self._loader.load_shared, self._checkpoint, span)
+        self._weights, self._model, self._edges = weights, weights.model, weights.edges
+        return f"{weights.num_bytes / 2**30:.2f} GiB on {self._model.device}"
 
     @property
     def _has_head(self) -> bool:
@@ -349,7 +368,7 @@ class BlockServer:
         with memory_for("the keys and values of sessions", self._device, FEWER_PAGES):
             self._runner, recorded_bytes = await self._compute_thread.run(
                 self._loader.make_runner,
-                self._model,
+                self._weights,
                 self._checkpoint,
                 self._speed.cache_bytes_per_token,
                 self._shared.draft_model,
@@ -364,7 +383,7 @@ class BlockServer:
 
     def _follow_device(self, bandwidth: float, recorded_bytes: int) -> None:
         settings, store, device = self.settings, self._runner.store, self._device
-        weight_bytes, page_bytes = self._weight_bytes, store.page_bytes * store.pool.num_pages
+        weight_bytes, page_bytes = self._weights.num_bytes, store.page_bytes * store.pool.num_pages
         num_head_bytes = head_bytes(self._checkpoint, DTYPES[settings.dtype], settings.quantization)
         self._metrics.follow_device(
             lambda: memory_now(device).by_use(weight_bytes, page_bytes, recorded_bytes, reserved_bytes(device)),
@@ -503,10 +522,25 @@ class BlockServer:
         await self._rpc.ready()
         self._registration.state = router_pb2.SERVER_STATE_READY
         self._registration.request_heartbeat()
+        self._metrics.spare_bytes.set_function(lambda: self._spares.num_bytes)
+        if self._spares.max_bytes:
+            self._work.start_restartable(partial(self._spares.run, self._keeping()), "spare_weights")
+
+    def _keeping(self) -> Keeping:
+        loader, checkpoint, store = self._loader, self._checkpoint, self._runner.store
+
+        def num_unused_bytes() -> int:
+            # The pages of a GPU lie elsewhere.
+            return store.page_bytes * store.pool.num_unused if self._device.type == "cpu" else 0
+
+        return Keeping(
+            self.server_id, lambda: self._placed, partial(loader.spare_bytes, self._description, self._speed),
+            num_unused_bytes, partial(loader.load_spare, checkpoint),
+        )  # fmt: skip
 
     async def _leave(self) -> None:
         try:
-            await self._drain.drain(self.settings.grace_s)
+            await self._drain.drain(self.settings.grace_s, at_once=self.leaves_at_once)
         except Exception as failure:
             # The server must leave the placement whatever failed here.
             log.error("sessions could not be handed over", extra={"where": call_path(failure)})
@@ -536,6 +570,7 @@ class BlockServer:
             tied_edges=checkpoint.has_tied_edges,
             draft_blocks=self._loader.draft_blocks(speed.block_bytes),
             zone=settings.zone,
+            node=settings.node,
             pod_uid=settings.pod_uid,
             movable=settings.span is None,
             device_id=device_id(torch.device(settings.device)),
@@ -577,6 +612,7 @@ class BlockServer:
         self._tasks.start_restartable(files.run, "watched_files")
 
     def _on_placement(self, placement: router_pb2.Placement) -> None:
+        self._placed = placement.servers
         if self._adapters is not None:
             self._adapters.on_placement(placement)
 
@@ -617,5 +653,6 @@ class BlockServer:
             kernels=self._kernels,
             num_tokens_at_risk=max(0, self._sessions.num_running_tokens - num_copied),
             beginnings=self._sessions.announced.newest_first(),
+            spare_spans=[span.to_message() for span in self._spares.spans],
             unreachable=self._meetings.unreachable if "servicer" in self.parts.started else (),
         )

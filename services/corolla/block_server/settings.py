@@ -116,6 +116,14 @@ class BlockServerSettings(ServiceSettings):
         description="Memory for keys and values in MiB; 0: 1024 on a CPU, and on a GPU what weights and steps leave. "
         "Servers that share a GPU must set it.",
     )
+    spare_mib: int = Field(
+        0,
+        ge=0,
+        description="Memory of the machine in MiB for the weights of other servers' spans, those first that one server "
+        "alone holds. If a span is lost, this server takes it over without reading, where others hold its own blocks. "
+        "It needs COROLLA_BLOCKS=auto. On a CPU in float32 the weights are laid out; otherwise their files lie in the "
+        "system's cache. 0: none.",
+    )
     boundary_activations_mib: int | None = Field(
         None,
         ge=0,
@@ -184,6 +192,11 @@ class BlockServerSettings(ServiceSettings):
         "server takes.",
     )
     zone: str = Field("", description="Failure domain of the server; the planner prefers chains within one zone.")
+    node: str = Field(
+        "",
+        description="Name of the machine, which is the same for all servers there, so that sessions have their "
+        "standbys on others; empty: the host of the server's address.",
+    )
     pod_uid: str = Field("", description="UID of the server's Kubernetes pod, if it runs in one.")
 
     @field_validator("blocks")

@@ -1,6 +1,8 @@
 """Loads what a block server holds, and reckons how many bytes of its device that takes."""
 
 import logging
+import math
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -12,6 +14,7 @@ from corolla.cache.layout import NUM_KEPT_STATES, CacheLayout, LayerGroups
 from corolla.chassis.errors import StartupError
 from corolla.chassis.host_memory import available_bytes
 from corolla.chassis.metrics import GrammarMetrics
+from corolla.chassis.processors import is_cpu
 from corolla.chassis.weight_formats import weight_format
 from corolla.compute.agreement import LayerCheck, check_small_copy
 from corolla.compute.device import memory_of
@@ -28,6 +31,7 @@ from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
 from corolla.models.read_ahead import ReadAhead, tensors_of
 from corolla.models.span_model import SpanModel, load_span, weight_types
+from corolla.v1 import router_pb2
 from corolla.wire.span import Span
 from corolla.wire.tensors import DTYPES
 
@@ -45,6 +49,24 @@ FEWER_WEIGHTS: Final = (
     "bytes (COROLLA_DTYPE=bfloat16, or COROLLA_QUANTIZATION)"
 )
 FEWER_PAGES: Final = "set COROLLA_KV_CACHE_MIB or COROLLA_MAX_BATCH_TOKENS to less, or hold fewer blocks"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """The weights of a span.
+
+    Attributes:
+        edges: the ends of the model, as far as the span reaches them; None: it reaches none.
+        check: compares what a runner computes with the family's own code.
+    """
+
+    model: SpanModel
+    edges: Edges | None
+    check: LayerCheck
+
+    @property
+    def num_bytes(self) -> int:
+        return self.model.nbytes + (0 if self.edges is None else self.edges.nbytes)
 
 
 class SpanLoader:
@@ -121,21 +143,48 @@ class SpanLoader:
             )
         return num_bytes
 
-    def load_weights(self, checkpoint: Checkpoint, span: Span) -> tuple[SpanModel, Edges | None, SharedBySamplers]:
+    def load_weights(self, checkpoint: Checkpoint, span: Span) -> Weights:
         settings = self._settings
         if self._read_ahead is not None:
             self._read_ahead.stop()
         model = load_span(
             checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
         )
-        return model, self._load_edges(checkpoint, span), self._load_shared(checkpoint, span)
+        return Weights(model, self._load_edges(checkpoint, span), LayerCheck(model, settings.num_page_tokens))
+
+    def spare_bytes(self, server: router_pb2.ServerDescription, speed: Speed, span: Span) -> int | None:
+        """Returns the bytes of a span's weights without reading them; None: the server may not hold the span."""
+        num_edges = (span.start == 0) + (span.end == server.num_model_blocks)
+        num_blocks = len(span) + num_edges * server.head_blocks
+        if span.end == server.num_model_blocks:
+            num_blocks += server.draft_blocks
+        if len(span) > server.capacity_blocks or num_blocks > (server.weight_blocks or math.inf):
+            return None
+        return round(num_blocks * speed.block_bytes)
+
+    def load_spare(self, checkpoint: Checkpoint, span: Span) -> Weights | None:
+        """Reads a span that this server does not hold, and lays it out, while others are computed.
+
+        Returns:
+            Its weights; None: its files are in the system's cache. transformers changes the type of new tensors of the
+            whole process while it builds a model that is not in float32, and a GPU has no room for more weights.
+        """
+        settings = self._settings
+        self.fetch(checkpoint, span)
+        if not is_cpu(settings.device) or settings.dtype != "float32":
+            if checkpoint.gguf is None:
+                ReadAhead(checkpoint.weight_index, tensors_of(checkpoint, span), available_bytes()).wait()
+            return None
+        weights = self.load_weights(checkpoint, span)
+        if settings.fused_blocks:
+            weights.model.make_fused(settings.products)
+        return weights
 
     def make_runner(
-        self, model: SpanModel, checkpoint: Checkpoint, cache_bytes_per_token: int, draft_model: DraftModel | None
+        self, weights: Weights, checkpoint: Checkpoint, cache_bytes_per_token: int, draft_model: DraftModel | None
     ) -> tuple[SpanRunner, int]:
         """The runner, and the bytes of the device that its recorded steps took."""
-        settings = self._settings
-        check = LayerCheck(model, settings.num_page_tokens)
+        settings, model = self._settings, weights.model
         layout = CacheLayout(
             LayerGroups.from_windows(model.windows, pageless_layers(model.config)),
             settings.num_page_tokens,
@@ -162,7 +211,7 @@ class SpanLoader:
             num_snapshots=layout.num_snapshots(cache_bytes) if settings.prefix_cache else 0,
         )
         runner.warm_up()
-        check.compare(runner, checkpoint.name)
+        weights.check.compare(runner, checkpoint.name)
         if settings.prefix_cache:
             runner.store.keep_evicted(settings.host_cache_mib << 20)
         if (before := memory_of(model.device) if may_replay else None) is None:
@@ -215,7 +264,7 @@ class SpanLoader:
             edges.choose_products(settings.products)
         return edges
 
-    def _load_shared(self, checkpoint: Checkpoint, span: Span) -> SharedBySamplers:
+    def load_shared(self, checkpoint: Checkpoint, span: Span) -> SharedBySamplers:
         if span.end != checkpoint.num_blocks:
             return SharedBySamplers()
         settings, draft_model = self._settings, None

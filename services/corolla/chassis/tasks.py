@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 Work = Coroutine[Any, Any, Any]
 RestartableTask = Literal[
-    "issuer_keys", "kubernetes", "meetings", "neighbours", "own_certificate", "pod_tags", "quotas", "turn_lock",
-    "watched_files",
+    "issuer_keys", "kubernetes", "meetings", "neighbours", "own_certificate", "pod_tags", "quotas",
+    "spare_weights", "takeovers", "turn_lock", "watched_files",
 ]  # fmt: skip
 
 

@@ -59,6 +59,7 @@ class JoinOptions:
     blocks: str
     capacity_blocks: int
     port: int | None
+    spare_mib: int = 0
     host: str | None
     device: str | None
     num_threads: int
@@ -321,7 +322,7 @@ def _asked_token() -> JoinToken:
 
 def _server_options(options: JoinOptions, stack: pb.EnrolResponse) -> StackOptions:
     """The options of the block servers. Raises StartupError if neither this machine nor others have the model."""
-    model, environment = options.model or stack.model, dict[str, str]()
+    model, environment = options.model or stack.model, {"COROLLA_SPARE_MIB": str(options.spare_mib)}
     is_folder_there = options.model is None and stack.model.startswith("/")
     if is_folder_there and not Path(model).exists():
         if len(stack.manifest) != DIGEST_BYTES:

@@ -91,6 +91,11 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
     lines = _grouped(placement, "dtype", lambda placed: placed.server.dtype)
     lines += _grouped(placement, "numerics", lambda placed: placed.load.numerics[:_NUMERICS_CHARS])
     lines += _grouped(placement, "kernels", lambda placed: placed.load.kernels)
+    lines += [
+        _line("spare", f"{placed.server.address} also keeps {', '.join(spares)}")
+        for placed in _in_order(placement)
+        if (spares := [f"{each.start}:{each.end}" for each in placed.load.spare_spans])
+    ]
     lines += [_line("apart", f"{one} and {other} do not reach each other") for one, other in apart(placement)]
     return Group(table, _coverage(placement), *lines)
 
@@ -137,6 +142,7 @@ def placement_facts(placement: router_pb2.Placement, num_sessions: int | None) -
                 "kernels": placed.load.kernels,
                 "fingerprint": placed.server.fingerprint,
                 **{name: getattr(placed.load, name) for name in _LOADS},
+                "spare_spans": [[span.start, span.end] for span in placed.load.spare_spans],
                 "loss_seconds": _finite(seconds.get(placed.server.server_id)),
                 "lacks_standby": lacking.get(placed.server.server_id),
             }

@@ -124,6 +124,16 @@ def join(
     capacity_blocks: Annotated[
         int, typer.Option(min=0, help="The most blocks to hold, with --blocks auto.", show_default="all")
     ] = 0,
+    spare_mib: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            envvar="COROLLA_SPARE_MIB",
+            help="Memory for blocks of other machines, to take them over at once if they are lost.",
+            show_envvar=False,
+            show_default="none",
+        ),
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port for other servers.", show_default="50052, or a free one")
     ] = None,
@@ -154,8 +164,9 @@ def join(
     from corolla.local.log_files import new_log_folder
 
     options = JoinOptions(
-        address=address, model=model, blocks=blocks, capacity_blocks=capacity_blocks, port=port, host=host,
-        device=device, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder(),
+        address=address, model=model, blocks=blocks, capacity_blocks=capacity_blocks, spare_mib=spare_mib or 0,
+        port=port, host=host, device=device, num_threads=_num_threads(threads),
+        log_folder=log_folder or new_log_folder(),
     )  # fmt: skip
     return run_join(options, verbose=verbose, as_json=json)
 

@@ -37,6 +37,9 @@ class ServerFacts(BaseModel):
     start_share: float = Field(description="The part of its weights that a joining server has read; 0: not known.")
     start_seconds_left: float = Field(description="The seconds for the rest at the speed so far; 0: not known.")
     unreachable: list[str] = Field(description="Names of the servers from which it is cut off.")
+    spare_blocks: list[Blocks] = Field(
+        description="Blocks of other servers whose weights it keeps, to take them over if they are lost."
+    )
     answers: int = Field(description="Running answers of the asked client service that use the server.")
     sessions: int = Field(
         description="Sessions on the server, idle ones and sessions of other client services included."
@@ -118,6 +121,7 @@ def _server(placed: pb.PlacedServer, num_answers: int, names: Mapping[str, str])
         start_share=round(load.start_share, 3),
         start_seconds_left=round(load.start_seconds_left, 1),
         unreachable=sorted(names[each] for each in load.unreachable if each in names),
+        spare_blocks=[(each.start, each.end) for each in load.spare_spans],
         answers=num_answers,
         sessions=load.num_sessions,
         pages=load.num_pages,

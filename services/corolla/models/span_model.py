@@ -90,6 +90,7 @@ class SpanModel:
         self.adapters: AdapterBatch | None = None
         self.long_rope = _separate_factors(base, family)
         self._takes_adapters = False
+        self._is_laid_out = False
         self._base = base
         self._views: dict[Span, PreTrainedModel] = {span: base}
 
@@ -119,13 +120,16 @@ class SpanModel:
         return self._base.modules()
 
     def make_fused(self, products: str = AUTO) -> None:
-        """Chooses how this machine runs the blocks, once and for all.
+        """Chooses how this machine runs the blocks, once and for all: further calls change nothing.
 
         If it sets `fused`, nothing else may run the blocks from then on.
 
         Args:
             products: how a CPU multiplies; see `product_rule.way_of`.
         """
+        if self._is_laid_out:
+            return
+        self._is_laid_out = True
         rotary = self.rotary
         if self.device.type == "cpu":
             lay_out_experts(self._base, products)

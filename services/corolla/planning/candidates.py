@@ -194,4 +194,5 @@ def _candidate(placed: pb.PlacedServer, block_seconds: float, prompt_seconds: fl
         prompt_seconds=prompt_seconds,
         fetch_seconds=server.cache_token_bytes / FETCHED_BYTES_PER_SECOND if server.cache_token_bytes else math.inf,
         room_tokens=load.max_session_tokens if load.HasField("max_session_tokens") else math.inf,
+        node=server.node,
     )

@@ -45,6 +45,7 @@ class Candidate:
         fetch_seconds: The time for one token in one block that comes from another server instead; infinite: unknown.
         room_tokens: The most tokens of a session for which the server has free pages.
         has_pages: Whether that is enough for the session for which a chain is planned.
+        node: The name of the server's machine; empty: the host of its address.
     """
 
     server_id: str
@@ -61,6 +62,7 @@ class Candidate:
     prompt_seconds: float = 0.0
     fetch_seconds: float = math.inf
     room_tokens: float = math.inf
+    node: str = ""
 
     def computing_seconds(self, num_tokens: int, num_blocks: int) -> float:
         """Returns how long the server computes so many tokens of a prompt."""

@@ -34,7 +34,7 @@ def lack_of(server: Candidate, own: Candidate, blocks: Span, num_tokens: int) ->
         return lack
     if server.room_tokens < num_tokens:
         return Lack.ROOM
-    return Lack.NODE if _node_of(server.address) == _node_of(own.address) else None
+    return Lack.NODE if _node_of(server) == _node_of(own) else None
 
 
 def _lack_to_go_on(server: Candidate, own: Candidate, blocks: Span) -> Lack | None:
@@ -153,6 +153,6 @@ def _in_place_of(hop: common_pb2.Hop, other: Candidate) -> common_pb2.Hop:
     return common_pb2.Hop(server_id=other.server_id, address=other.address, span=hop.span)
 
 
-def _node_of(address: str) -> str:
-    """Returns the node of a server at this address: its host, as far as addresses tell."""
-    return address.rpartition(":")[0]
+def _node_of(server: Candidate) -> str:
+    """Returns the name of a server's machine; if it names none, the host of its address."""
+    return server.node or server.address.rpartition(":")[0]

@@ -16,6 +16,7 @@ class RouterIntervals:
             move. Servers that start together are ready within this time.
         between_moves_s: The time between a move and another one that only makes blocks faster. It is longer than most
             servers need to load their blocks, and doubles while the servers stay the same.
+        takeover_s: The time between two looks for lost spans, while servers keep some of them in addition to their own.
         list_pods_s: The time after which the watched pods are listed anew, in case the watch missed a change.
         kubernetes_answer_s: How long an answer of the Kubernetes API may take.
         after_forbidden_s: The pause of a router that may not list pods before it tries again.
@@ -26,6 +27,7 @@ class RouterIntervals:
     read_whole_s: float = 5.0
     settle_s: float = 2.0
     between_moves_s: float = 60.0
+    takeover_s: float = 0.1
     list_pods_s: float = 30.0
     kubernetes_answer_s: float = 5.0
     after_forbidden_s: float = 60.0

@@ -143,11 +143,11 @@ class Registry:
         layout.add(server, span, int(version), last_change.decode())
         return True
 
-    async def heartbeat(self, beat: pb.HeartbeatRequest, workload: str = "") -> Span | None:
+    async def heartbeat(self, beat: pb.HeartbeatRequest, workload: str = "") -> pb.HeartbeatResponse:
         """Renews a server's lease. An unknown server that describes itself is registered with the span that it holds.
 
         Returns:
-            The span to which the server must move, if a move is ordered.
+            The answer, with the span to which the server must move if a move is ordered.
 
         Raises:
             LeaseLost: The server is unknown and does not describe itself.
@@ -167,22 +167,27 @@ class Registry:
             if not beat.HasField("server"):
                 raise LeaseLost("this server has no lease; register again")
             await self._place(beat.server, Span.from_message(beat.span), lease, workload, replaces=False)
-        if not isinstance(reply, bytes):
-            return None
-        return parsed(self._store, "order", beat.model, b"", reply, lambda data: Span.parse(data.decode()))
+        if not isinstance(reply, list):
+            return pb.HeartbeatResponse()
+        ordered, at_once = reply
+        span = parsed(self._store, "order", beat.model, b"", ordered, lambda data: Span.parse(data.decode()))
+        if span is None:
+            return pb.HeartbeatResponse()
+        return pb.HeartbeatResponse(move_to=span.to_message(), at_once=at_once == b"1")
 
-    async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
+    async def order(self, roster: Roster, move: Move, pause_ms: int, *, at_once: bool = False) -> bool:
         """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
 
         Args:
             roster: The placement on which the move was decided.
             pause_ms: How long moves that cover no uncovered block must wait after this one. The pause doubles with each
                 such move while the servers stay the same.
+            at_once: Whether the server waits for no client, since no answer goes on before it is back.
         """
         covers = int(move.covers)
         reply = await self._store.call(
             "order_move", roster.model, str(roster.version), move.server_id, str(move.span), _MOVE_TTL_MS, covers,
-            pause_ms,
+            pause_ms, int(at_once),
         )  # fmt: skip
         return bool(reply == 1)
 

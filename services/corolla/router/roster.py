@@ -15,6 +15,7 @@ from corolla.planning.candidates import by_fingerprint, chain_of, counted_speed,
 from corolla.planning.losses import loss_seconds
 from corolla.planning.planner import Candidate, PlannedChain, least_uncovered, plan_around_suspects
 from corolla.planning.replicas import PlannedSession, Replicas
+from corolla.planning.spares import Takeover, takeover
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
 from corolla.router.rebalancing import Member
 from corolla.v1 import common_pb2
@@ -77,6 +78,19 @@ class Roster:
             )  # fmt: skip
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
+
+    @property
+    def has_spares(self) -> bool:
+        return any(each.load.spare_spans for each in self.servers)
+
+    def takeover(self) -> Takeover | None:
+        """Returns the server that keeps a lost span, and takes it over; see `planning.spares`."""
+
+        def fits(placed: pb.PlacedServer, span: Span) -> bool:
+            server = placed.server
+            return len(span) <= server.capacity_blocks and memory_of(server).holds(span, self.num_blocks)
+
+        return takeover(self.servers, self.num_blocks, fits)
 
     def slowest_block_tokens_per_second(self) -> float:
         """Returns the tokens per second of the slowest block on ready servers, for the fastest fingerprint."""

@@ -65,6 +65,25 @@ class Rebalancer:
                 self._advice.clear()
             await asyncio.sleep(self.intervals.settle_s)
 
+    async def run_takeovers(self) -> None:
+        """Has servers that keep lost spans take these over, as soon as the store knows of the loss, for ever."""
+        while True:
+            has_spares = False
+            with suppress(CorollaError):
+                async for roster in self.registry.rosters():
+                    has_spares = has_spares or roster.has_spares
+                    await self._take_over(roster)
+            await asyncio.sleep(self.intervals.takeover_s if has_spares else self.intervals.relist_s)
+
+    async def _take_over(self, roster: Roster) -> None:
+        found = roster.takeover() if roster.has_spares else None
+        if found is None:
+            return
+        move = Move(found.server_id, found.span, covers=True)
+        if await self.registry.order(roster, move, 0, at_once=found.at_once):
+            self.metrics.move_ordered(roster.model, covers=True)
+            log.info("a spare takes over", extra={"model": roster.model, "blocks": str(found.span)})
+
     async def _look(self, roster: Roster) -> None:
         """Orders a model's best move if it was also the best one at the last look."""
         groups = roster.members() if roster.is_settled else {}
@@ -183,6 +202,7 @@ class RouterProcess:
         if self.settings.rebalance:
             rebalancer = Rebalancer(self._registry, self._metrics, self.settings.rebalance_min_gain, self._intervals)
             self._tasks.start_essential(rebalancer.run, "rebalancing")
+            self._tasks.start_restartable(rebalancer.run_takeovers, "takeovers")
         self._tasks.start_restartable(self._cluster.run, "kubernetes")
 
     def _registrant(self, call: Call[Caller], server: router_pb2.ServerDescription | None) -> str:

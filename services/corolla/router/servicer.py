@@ -72,8 +72,7 @@ class RouterServicer:
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, call: Call[Caller]) -> pb.HeartbeatResponse:
         server = request.server if request.HasField("server") else None
-        span = await self.registry.heartbeat(request, self.registrant(call, server))
-        return pb.HeartbeatResponse(move_to=span.to_message() if span else None)
+        return await self.registry.heartbeat(request, self.registrant(call, server))
 
     async def DeregisterServer(
         self, request: pb.DeregisterServerRequest, call: Call[Caller]

@@ -12,6 +12,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from corolla.chassis.errors import InvalidRequest, SpanRefused
+from corolla.planning.spares import MOST_SPARE_SPANS
 from corolla.router.settings import ExpectedModel
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -199,7 +200,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(("model", "fingerprint", "QuotaTake.tenant"), _text),
     **dict.fromkeys(("server_id", "turn_id", "taker_id", "request_id", "quota", "RemoveAdapterRequest.name"), _name),
     **dict.fromkeys(
-        ("tenant", "dtype", "zone", "pod_uid", "device_id", "numerics", "kernels", "kind", "revision",
+        ("tenant", "dtype", "zone", "node", "pod_uid", "device_id", "numerics", "kernels", "kind", "revision",
          "PlanChainRequest.fingerprint", "GetPlacementRequest.model"),
         _if_given(_text),
     ),
@@ -211,6 +212,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "PlanChainRequest.session_id": _if_given(_session_id),
     "excluded_server_ids": _at_most(4096),
     "unreachable": _at_most(64, _text),
+    "spare_spans": _at_most(MOST_SPARE_SPANS),
     "start_share": _between(0, 1),
     "start_seconds_left": _between(0, 1 << 30),
     "address": _address,

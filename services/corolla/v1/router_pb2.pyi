@@ -200,6 +200,7 @@ class ServerDescription(_message.Message):
     FINGERPRINT_PARTS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     CACHE_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """The id of the server: 128 random bits, drawn at each start."""
     address: _builtins.str
@@ -237,6 +238,8 @@ class ServerDescription(_message.Message):
     """
     cache_token_bytes: _builtins.int
     """The bytes of a token's keys and values in one block; 0: unknown."""
+    node: _builtins.str
+    """The name of its machine, whose loss takes all servers there; empty: the host of the address."""
     @_builtins.property
     def fingerprint_parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the fingerprint stands for: names such as `dtype`, and the value or a digest of each. Servers of earlier
@@ -266,10 +269,11 @@ class ServerDescription(_message.Message):
         fingerprint_parts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         kind: _builtins.str = ...,
         cache_token_bytes: _builtins.int = ...,
+        node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cache_token_bytes", b"cache_token_bytes", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "kind", b"kind", "model", b"model", "movable", b"movable", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cache_token_bytes", b"cache_token_bytes", "capacity_blocks", b"capacity_blocks", "decode_tokens_per_second", b"decode_tokens_per_second", "device_id", b"device_id", "draft_blocks", b"draft_blocks", "dtype", b"dtype", "fingerprint", b"fingerprint", "fingerprint_parts", b"fingerprint_parts", "head_blocks", b"head_blocks", "kind", b"kind", "model", b"model", "movable", b"movable", "node", b"node", "num_model_blocks", b"num_model_blocks", "pod_uid", b"pod_uid", "prefill_tokens_per_second", b"prefill_tokens_per_second", "server_id", b"server_id", "tied_edges", b"tied_edges", "weight_blocks", b"weight_blocks", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -298,6 +302,7 @@ class ServerLoad(_message.Message):
     UNREACHABLE_FIELD_NUMBER: _builtins.int
     START_SHARE_FIELD_NUMBER: _builtins.int
     START_SECONDS_LEFT_FIELD_NUMBER: _builtins.int
+    SPARE_SPANS_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
@@ -339,6 +344,10 @@ class ServerLoad(_message.Message):
     def unreachable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of ready servers that do not reach this one, or that it does not reach; chains keep them apart."""
 
+    @_builtins.property
+    def spare_spans(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.BlockSpan]:
+        """Spans whose weights it keeps beside its own, at most 16: it can move to one of them without reading."""
+
     def __init__(
         self,
         *,
@@ -359,10 +368,11 @@ class ServerLoad(_message.Message):
         unreachable: _abc.Iterable[_builtins.str] | None = ...,
         start_share: _builtins.float = ...,
         start_seconds_left: _builtins.float = ...,
+        spare_spans: _abc.Iterable[_common_pb2.BlockSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes", "start_seconds_left", b"start_seconds_left", "start_share", b"start_share", "unreachable", b"unreachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes", "spare_spans", b"spare_spans", "start_seconds_left", b"start_seconds_left", "start_share", b"start_share", "unreachable", b"unreachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015
@@ -468,6 +478,9 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVE_TO_FIELD_NUMBER: _builtins.int
+    AT_ONCE_FIELD_NUMBER: _builtins.int
+    at_once: _builtins.bool
+    """Whether no server has some of these blocks any more. No answer goes on before this one is back, so it waits for none."""
     @_builtins.property
     def move_to(self) -> _common_pb2.BlockSpan:
         """If set: the server must hand its sessions over, leave, and register again under a new id with this span."""
@@ -476,10 +489,11 @@ class HeartbeatResponse(_message.Message):
         self,
         *,
         move_to: _common_pb2.BlockSpan | None = ...,
+        at_once: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["move_to", b"move_to"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["move_to", b"move_to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_once", b"at_once", "move_to", b"move_to"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -90,6 +90,51 @@ async def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one(
         assert await num_ordered(*routers, model=model, reason="covers") == 1
 
 
+async def test_a_server_that_keeps_a_lost_span_takes_it_over_without_settling(
+    start_router: StartRouter, model: str
+) -> None:
+    # The router looks for better layouts once a minute, and no lease ends within the test.
+    router = await start_router(lease_ms=60_000, intervals=replace(FAST_INTERVALS, settle_s=60.0))
+    servers = [MovingServer(router, model) for _ in range(3)]
+    assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
+    first, lost, spare = servers
+    spare.load.spare_spans.add(start=3, end=6)
+    await spare.beat_in_full()
+    await asyncio.sleep(0.5)
+    assert not (await spare.beat_in_full()).HasField("move_to"), "nothing is lost"
+    await lost.leave()
+
+    async def ordered() -> pb.HeartbeatResponse | None:
+        answers = [await first.beat_in_full(), await spare.beat_in_full()]
+        assert not answers[0].HasField("move_to")
+        return answers[1] if answers[1].HasField("move_to") else None
+
+    async def is_ordered() -> bool:
+        return await ordered() is not None
+
+    await until(is_ordered)
+    answer = await ordered()
+    assert answer is not None
+    assert answer.at_once
+    assert (answer.move_to.start, answer.move_to.end) == (3, 6)
+    assert await num_ordered(router, model=model, reason="covers") == 1
+
+
+async def test_the_blocks_of_a_server_that_drains_are_taken_over_while_it_serves(
+    start_router: StartRouter, model: str
+) -> None:
+    router = await start_router(lease_ms=60_000, intervals=replace(FAST_INTERVALS, settle_s=60.0))
+    servers = [MovingServer(router, model) for _ in range(3)]
+    assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
+    first, leaving, spare = servers
+    spare.load.spare_spans.add(start=3, end=6)
+    leaving.state = pb.SERVER_STATE_DRAINING
+    await leaving.beat_in_full()
+    async with spare.living(), first.living():
+        await until(lambda: spare.moves == ["3:6"])
+    assert not first.moves
+
+
 async def test_servers_move_one_at_a_time_to_the_slowest_blocks(router: Router, model: str) -> None:
     # All servers said the same speed at the start; then it turns out that one alone is a tenth as fast.
     servers = [MovingServer(router, model) for _ in range(6)]

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from corolla.chassis.errors import InvalidRequest
 from corolla.chassis.metrics import new_registry
+from corolla.local.readiness import remove_dead_server
 from corolla.router import mirror
 from corolla.router.metrics import RouterMetrics
 from corolla.router.registry import Registry
@@ -17,6 +18,7 @@ from corolla.router.roster import Roster
 from corolla.router.store import Store, key_prefix
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
+from corolla.wire.network import Network
 from corolla.wire.span import Span
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, refusal, spans
@@ -322,6 +324,20 @@ async def test_the_router_validates_registrations(router: Router, model: str) ->
         assert [name for name, _ in error.violations] == [field]
 
 
+async def test_who_started_a_server_that_died_removes_it_before_its_lease_ends(router: Router, model: str) -> None:
+    dead, other = BlockServer(router, model), BlockServer(router, model)
+    for each in (dead, other):
+        await each.join()
+    address = f"127.0.0.1:{router.process.port}"
+    for _ in range(2):
+        await asyncio.to_thread(remove_dead_server, address, Network(), model, dead.description.address)
+        assert [each.server.server_id for each in (await placement(router, model)).servers] == [other.server_id]
+
+
+def test_without_a_router_nothing_is_removed_and_nothing_fails() -> None:
+    remove_dead_server("127.0.0.1:1", Network(), "tiny", "127.0.0.1:2")
+
+
 async def test_the_router_validates_other_requests(router: Router, model: str) -> None:
     # The placement of a single model may be asked for without its name.
     for each in ("one", "other"):
@@ -331,6 +347,8 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
     load = pb.ServerLoad(decode_step_seconds=float("inf"))
     crowd = pb.ServerLoad(decode_batch_rows=float("nan"))
     liar = pb.ServerLoad(decode_tokens_per_second=2e9)
+    block = common_pb2.BlockSpan(start=0, end=1)
+    keeper, empty = pb.ServerLoad(spare_spans=[block] * 17), pb.ServerLoad(spare_spans=[block, common_pb2.BlockSpan()])
     ready = pb.SERVER_STATE_READY
     record = pb.SessionRecord(model=model, session_id="A" * 32)
     for call, field in (
@@ -343,6 +361,10 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
          "load.decode_batch_rows"),
         (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name, state=ready, load=liar)),
          "load.decode_tokens_per_second"),
+        (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name, state=ready, load=keeper)),
+         "load.spare_spans"),
+        (stub.Heartbeat(pb.HeartbeatRequest(model=model, server_id=name, state=ready, load=empty)),
+         "load.spare_spans"),
         (stub.DeregisterServer(pb.DeregisterServerRequest(model=model)), "server_id"),
         (plan(router, ""), "model"),
         (plan(router, model, session_id="abc"), "session_id"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from corolla.block_server import process
+from corolla.block_server.registration import Order
 from corolla.block_server.settings import BlockServerSettings
 from corolla.chassis.errors import HubUnavailable
 from corolla.wire.span import Span
@@ -27,13 +28,13 @@ class OrderedServer:
     async def stop(self) -> None:
         self.has_stopped = True
 
-    async def ordered_span(self) -> Span:
+    async def order(self) -> Order:
         if not self.failures:
             self.has_asked_again.set()
             await asyncio.Event().wait()
-        return Span(0, 1)
+        return Order(Span(0, 1))
 
-    async def fetch(self, span: Span) -> bool:
+    async def fetch(self, order: Order) -> bool:
         raise self.failures.pop()
 
 
@@ -42,7 +43,7 @@ async def test_a_server_whose_next_blocks_cannot_be_fetched_serves_what_it_holds
 ) -> None:
     servers: list[OrderedServer] = []
 
-    def build(settings: BlockServerSettings) -> OrderedServer:
+    def build(settings: BlockServerSettings, **options: Any) -> OrderedServer:
         servers.append(OrderedServer(settings))
         return servers[-1]
 

@@ -112,11 +112,15 @@ def test_a_server_that_joins_says_how_far_it_is_and_pairs_are_named_once() -> No
     one, other, joining = shown.servers
     joining.load.start_share, joining.load.start_seconds_left = 0.437, 11.2
     one.load.unreachable.append(other.server.address)
+    one.load.spare_spans.add(start=10, end=20)
+    one.load.spare_spans.add(start=20, end=30)
     other.load.unreachable.extend([one.server.address, "10.0.0.9:50052"])
     text = drawn(shown)
     assert "joining 43 %, 12 s" in text
     assert "…" not in text
+    assert f"spare    {one.server.address} also keeps 10:20, 20:30" in text
     assert f"apart    {one.server.address} and {other.server.address} do not reach each other" in text
     facts = placement_facts(shown, 0)
     assert facts["apart"] == [[one.server.address, other.server.address]]
     assert facts["servers"][2]["start_share"] == 0.437
+    assert facts["servers"][0]["spare_spans"] == [[10, 20], [20, 30]]

@@ -59,8 +59,10 @@ def test_callers_see_servers_as_they_join_and_pairs_that_are_apart() -> None:
     joining, other = placed(SERVER_ID, 0, 2, state=1), placed("f" * 32, 2, 5)
     joining.load.start_share, joining.load.start_seconds_left = 0.5, 3.25
     other.server.address = "10.1.2.4:50052"
+    other.load.spare_spans.add(start=0, end=2)
     joining.load.unreachable.extend([other.server.address, "10.9.9.9:1"])
-    (first, _) = placement_facts("tiny", 5, [joining, other], {}, []).servers
+    first, second = placement_facts("tiny", 5, [joining, other], {}, []).servers
+    assert (first.spare_blocks, second.spare_blocks) == ([], [(0, 2)])
     assert (first.start_share, first.start_seconds_left) == (0.5, 3.2)
     assert first.unreachable == [name_of("f" * 32)]
 

@@ -56,7 +56,7 @@ def test_a_process_serves_and_is_started_again_when_it_dies() -> None:
     finally:
         supervisor.stop()
     assert servers.num_looks
-    # Whoever hears of the exit must not take the next start for the one that ended.
+    # The router must not take the next start for the process that ended.
     assert servers.done == [f"noted {NAME}", "launched"]
 
 

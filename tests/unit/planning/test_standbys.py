@@ -5,15 +5,16 @@ from typing import Any
 import pytest
 
 from corolla.planning.candidates import candidates
-from corolla.planning.standbys import holder_for, standby_for, takers_for
+from corolla.planning.losses import lacks
+from corolla.planning.standbys import Lack, holder_for, standby_for, takers_for
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
 
 def placed(server_id: str, host: str, zone: str = "a", start: int = 0, end: int = 4, **facts: Any) -> pb.PlacedServer:
-    fingerprint = facts.pop("fingerprint", "f")
-    server = pb.ServerDescription(server_id=server_id, address=f"{host}:1", fingerprint=fingerprint, zone=zone)
+    described = {"fingerprint": facts.pop("fingerprint", "f"), "node": facts.pop("node", "")}
+    server = pb.ServerDescription(server_id=server_id, address=f"{host}:1", zone=zone, **described)
     span = common_pb2.BlockSpan(start=start, end=end)
     state, suspected = facts.pop("state", pb.SERVER_STATE_READY), facts.pop("suspected", False)
     load = pb.ServerLoad(**{"numerics": "n", "max_session_tokens": 1000, **facts})
@@ -44,6 +45,17 @@ def test_another_node_comes_before_another_zone_and_load() -> None:
     assert chosen(here, near, far, roomy) == "roomy"
     assert chosen(here, near, far, roomy, num_placed={"roomy": 1}) == "far"
     assert chosen(here, near, far, roomy, excluded=("far", "roomy")) == "near"
+
+
+def test_pods_with_addresses_of_their_own_may_be_on_one_machine() -> None:
+    own = placed("hop", "10.0.0.1", node="m1")
+    same, other = placed("a", "10.0.0.2", node="m1"), placed("b", "10.0.0.3", node="m2")
+    ready = {each.server_id: each for each in candidates([own, same, other])}
+    found = standby_for(HOP, ready, (), num_tokens=100)
+    assert found is not None
+    assert found.server_id == "b"
+    assert lacks([own, same])["hop"] is Lack.NODE
+    assert "hop" not in lacks([own, same, other])
 
 
 @pytest.mark.parametrize(

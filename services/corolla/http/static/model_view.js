@@ -136,11 +136,12 @@ function makeServer() {
   );
 }
 
-/** A server's state in words: how far it has come if it joins, and which servers it does not reach. */
+/** A server's state in words: how far it has come if it joins, what else it keeps, and which servers it does not reach. */
 function stateOf(server) {
   const words = server.state === "ready" ? [] : [server.state];
   if (server.start_share) words.push(`${Math.floor(100 * server.start_share)}\u00a0%`);
   if (server.start_seconds_left) words.push(`${Math.ceil(server.start_seconds_left)}\u00a0s left`);
+  if (server.spare_blocks?.length) words.push(`spare for ${server.spare_blocks.map((blocks) => blocksText(...blocks)).join(", ")}`);
   if (server.unreachable.length) words.push(`apart from ${server.unreachable.join(", ")}`);
   return words.join(", ");
 }
