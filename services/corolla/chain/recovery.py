@@ -218,6 +218,7 @@ class Recovery:
             if latest is not failure:
                 # A random pause spreads the attempts of sessions that lost the same server.
                 await asyncio.sleep(random.uniform(0, job.longest_pause_s))
+            await self.routes.turns.next()
             action = await self._react(job, latest, in_replay=in_replay or latest is not failure)
             job.patience_s = self._patience(job, action)
             try:
@@ -312,7 +313,8 @@ class Recovery:
         options = replace(binding.open_options, recorded_chain=held)
         if options.texts is not None:
             # Servers may hold more of the text now than when the sessions were opened first.
-            options = replace(options, texts=[_text(each) for each in job.sequences])
+            texts = zip(options.texts, job.sequences, strict=True)
+            options = replace(options, texts=[_text_now(text, sequence) for text, sequence in texts])
         for hop, num_trusted in binding.standbys.trusted_on(chain):
             self.reservations.truncate(binding.identities, hop, num_trusted)
         try:
@@ -337,10 +339,12 @@ class Recovery:
 
     def _apply_handovers(self, binding: ChainBinding) -> None:
         """Puts the hops that took sessions over into the chain, in place of those that handed them over."""
-        chain = self.redirected(binding)
-        self.reservations.give_back(binding.identities, [hop for hop in binding.chain.hops if hop not in chain.hops])
+        if self.handovers.affect(binding.chain, binding.open_identities):
+            chain = self.redirected(binding)
+            left = [hop for hop in binding.chain.hops if hop not in chain.hops]
+            self.reservations.give_back(binding.identities, left)
+            binding.chain = chain
         self.handovers.forget(binding.identities)
-        binding.chain = chain
 
     def redirected(self, binding: ChainBinding) -> common_pb2.Chain:
         """The chain of open sessions, with the hops that took sessions over in place of those that had them."""
@@ -411,8 +415,8 @@ class Recovery:
             job.num_recomputed_tokens += num_replayed * len(segment.hops)
 
 
-def _text(sequence: History) -> TextDigests:
-    return TextDigests(sequence.inputs(0, sequence.position).token_ids)
+def _text_now(text: TextDigests, sequence: History) -> TextDigests:
+    return text.followed_by(sequence.inputs(0, sequence.position).token_ids)
 
 
 def _hops_at(job: _Job, address: str) -> Sequence[common_pb2.Hop]:

@@ -12,6 +12,7 @@ from typing import Final
 
 from corolla.chain.beginnings import Beginnings
 from corolla.chain.control import ControlPlane
+from corolla.chain.loop_turns import LoopTurns
 from corolla.chain.placement import PlacementWatch
 from corolla.chain.quarantine import Quarantine, QuarantineCause
 from corolla.chassis.errors import (
@@ -56,7 +57,7 @@ class _Index:
     Attributes:
         state: which placement this is.
         placed: all servers by id.
-        ready: those that may be in a chain, by id.
+        ready: those that may be in a chain, by id, in the order in which equal ones are chosen.
         ids: the ids of these by address.
         replicas: these in groups.
         apart: those of them that say that they do not reach each other.
@@ -75,6 +76,10 @@ class Routes:
 
     Chains and replacements are planned here, from the placement that was pushed last, so neither a new session nor a
     recovery needs a router. A router is asked for the chain of a recorded session, and if the placement has no chain.
+
+    Attributes:
+        turns: spreads what many sessions begin at the same moment, since their server died, or a placement came for
+            which they had waited.
     """
 
     def __init__(
@@ -100,8 +105,7 @@ class Routes:
         self.beginnings = Beginnings()
         placement.on_beginnings = self.beginnings.hear
         self._index: _Index | None = None
-        # When a server dies, all of its sessions look for another one at the same moment.
-        self._replacing = asyncio.Lock()
+        self.turns = LoopTurns()
         self._tasks = TaskGroup()
 
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
@@ -288,10 +292,11 @@ class Routes:
         return ready_in_seconds(servers, self._num_blocks, self._fingerprint, late.union(lost))
 
     async def wait_for_update(self, until_s: float) -> None:
-        """Returns when another plan may succeed: after a push or half a second, and at the latest at `until_s`."""
+        """Returns when another plan may succeed: after a push or half a second, and hardly later than at `until_s`."""
         await self._placement.wait_for_update(
             max(0.0, min(_RETRY_INTERVAL_S, until_s - asyncio.get_running_loop().time()))
         )
+        await self.turns.next()
 
     def may_gain_server(self, lost: Collection[str]) -> bool:
         """A server is joining, or one that failed lately and is not among `lost` has yet to register again."""
@@ -421,10 +426,7 @@ class Routes:
         patient_until_s = clock() + patience_s
         while True:
             try:
-                # Between two replacements, the event loop does what else is due.
-                async with self._replacing:
-                    await asyncio.sleep(0)
-                    return self._replace_now(chain, lost, num_tokens, standbys)
+                return self._replace_now(chain, lost, num_tokens, standbys)
             except CorollaError:
                 now_s = clock()
                 with contextlib.suppress(CorollaError):
@@ -540,13 +542,13 @@ class Routes:
             placed = self._placement.by_id
             servers = list(placed.values())
             self._bookings.hear(servers, asyncio.get_running_loop().time())
-            ready = candidates(servers, fingerprint=self._fingerprint)
+            ready = in_turn(candidates(servers, fingerprint=self._fingerprint), self._placement.turn)
             self._index = _Index(
                 state,
                 placed,
                 ready={each.server_id: each for each in ready},
                 ids={each.address: each.server_id for each in ready},
-                replicas=Replicas(in_turn(ready, self._placement.turn)),
+                replicas=Replicas(ready),
                 apart=Apart(pairs_apart(servers)),
             )
         return self._index

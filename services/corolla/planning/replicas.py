@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple
 
 from corolla.planning.apart import ALL_TOGETHER, Apart
@@ -164,9 +164,9 @@ class Replicas:
     def __init__(self, servers: Iterable[Candidate]) -> None:
         by_kind: dict[_Kind, list[Candidate]] = {}
         self._in_role: dict[_Role, list[Candidate]] = {}
-        self._by_id: dict[str, Candidate] = {}
-        for each in servers:
-            self._by_id[each.server_id] = each
+        self._by_id: dict[str, tuple[int, Candidate]] = {}
+        for number, each in enumerate(servers):
+            self._by_id[each.server_id] = number, each
             by_kind.setdefault(_kind(each), []).append(each)
             self._in_role.setdefault(_role(each), []).append(each)
         self._alike = {kind: _Alike(alike) for kind, alike in by_kind.items()}
@@ -184,9 +184,9 @@ class Replicas:
                 of their span.
         """
         holders: dict[_Kind, list[Candidate]] = {}
-        for server_id in session.held:
-            if (holder := self._by_id.get(server_id)) is not None:
-                holders.setdefault(_kind(holder), []).append(holder)
+        known = (self._by_id[server_id] for server_id in session.held if server_id in self._by_id)
+        for _, holder in sorted(known, key=itemgetter(0)):
+            holders.setdefault(_kind(holder), []).append(holder)
         return [
             server
             for kind, alike in self._alike.items()

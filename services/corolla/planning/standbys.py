@@ -3,10 +3,14 @@
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Final
 
 from corolla.planning.planner import Candidate
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
+
+_AMPLE_SESSIONS: Final = 16
+"""Standbys with room for so many sessions count alike. Else all planners would choose the emptiest one."""
 
 
 class Lack(StrEnum):
@@ -102,11 +106,12 @@ def standby_for(
     """Returns the best standby for a hop: a server with its blocks, its numerics and room; None without one.
 
     A server on another node comes first, then one in another zone, so that they rarely die together. Of these, the one
-    comes first that stands by for the fewest sessions, and then the one with the most room. For example, a hop at
-    10.0.0.1 in zone a has replicas at 10.0.0.1 (a), 10.0.0.2 (a) and 10.0.0.3 (b): the last one stands by for it.
+    comes first that stands by for the fewest sessions, and then the one with the most room, where room for many such
+    sessions counts alike. For example, a hop at 10.0.0.1 in zone a has replicas at 10.0.0.1 (a), 10.0.0.2 (a) and
+    10.0.0.3 (b): the last one stands by for it.
 
     Args:
-        ready: The ready servers by id.
+        ready: The ready servers by id. Of equal ones, the first is chosen.
         excluded: The ids of servers that must not be chosen: the session's hops, and servers that failed lately.
         num_tokens: The number of tokens for which it needs pages, if it takes the session over.
         num_placed: For how many sessions servers stand by, as far as the caller knows, by id.
@@ -114,18 +119,19 @@ def standby_for(
     if (own := ready.get(hop.server_id)) is None:
         return None
     blocks = Span.from_message(hop.span)
-    ranks = [
-        (
-            lack is Lack.NODE,
-            each.zone == own.zone,
-            num_placed.get(each.server_id, 0),
-            -each.room_tokens,
-            each.server_id,
-        )
+    usable = [
+        (lack, each)
         for each in ready.values()
         if each.server_id not in excluded and (lack := lack_of(each, own, blocks, num_tokens)) in (None, Lack.NODE)
     ]
-    return _in_place_of(hop, ready[min(ranks)[-1]]) if ranks else None
+
+    def rank(found: tuple[Lack | None, Candidate]) -> tuple[bool, bool, int, float]:
+        lack, each = found
+        room_tokens = min(each.room_tokens, _AMPLE_SESSIONS * num_tokens)
+        return lack is Lack.NODE, each.zone == own.zone, num_placed.get(each.server_id, 0), -room_tokens
+
+    best = min(usable, key=rank, default=None)
+    return None if best is None else _in_place_of(hop, best[1])
 
 
 def holder_for(

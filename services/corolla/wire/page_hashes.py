@@ -58,6 +58,13 @@ class TextDigests:
             self._hashes.clear()
         self._token_ids = token_ids
 
+    def followed_by(self, token_ids: Sequence[int]) -> "TextDigests":
+        """Returns the text as it is now, and leaves this one as it is; see `follow`."""
+        text = TextDigests(self._token_ids)
+        text._hashes = dict(self._hashes)
+        text.follow(token_ids)
+        return text
+
     def until(self, num_tokens: int) -> "TextDigests":
         """Returns the beginning of the text."""
         return TextDigests(self._token_ids[:num_tokens])

@@ -1,6 +1,7 @@
 """A recovery and its interruptions. The tests replace the search for servers and the filling of hops."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from corolla.chain import recovery as recoveries
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import ReplayInputs, StepShapes
 from corolla.chain.identity import SessionIdentity
+from corolla.chain.loop_turns import MOST_IN_A_TURN, LoopTurns
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_budget import RecoveryBudget
 from corolla.chain.reservations import ChainBinding, ChainLimits, NotOpened, OpenOptions
@@ -22,6 +24,7 @@ CHAIN = common_pb2.Chain(
     hops=[common_pb2.Hop(server_id="a", address="a:1", span=common_pb2.BlockSpan(start=0, end=2))],
     fingerprint="weights",
 )
+OPTIONS = OpenOptions(max_tokens=8, transient=True)
 LIMITS = ChainLimits(prefill_chunk_tokens=8, fewer_during_decode=1, step_timeout_s=60.0, lease_ms=60_000)
 
 
@@ -38,6 +41,7 @@ class LostSequence:
 class SameRoutes:
     def __init__(self, left: Collection[str] = ()) -> None:
         self._left = left
+        self.turns = LoopTurns()
         self.lost: frozenset[str] = frozenset()
         self.avoided: list[str] = []
 
@@ -116,6 +120,33 @@ async def test_a_turn_without_epochs_for_another_opening_ends() -> None:
             binding, [LostSequence()], HopSessionLost("not held here"), RecoveryBudget(16)
         )
     assert binding.identities == (identity,), "it is parked in the epoch in which it was last open"
+
+
+async def test_of_many_sessions_that_lose_a_server_at_once_few_begin_to_recover_in_a_turn_of_the_loop() -> None:
+    turn, begun = 0, list[int]()
+
+    class CountedRoutes(SameRoutes):
+        async def replace_lost(self, chain: common_pb2.Chain, *args: Any, **options: Any) -> common_pb2.Chain:
+            begun.append(turn)
+            return await super().replace_lost(chain, *args, **options)
+
+    async def fill(_number: int) -> None:
+        pass
+
+    recovery, failure = recovery_with(fill, CountedRoutes()), HopUnavailable("a hop of the chain was lost", "a:1")
+    recovering = [
+        asyncio.create_task(recovery.recover(
+            ChainBinding((SessionIdentity(bytes([number]) * 16, 1, "tenant"),), CHAIN, OPTIONS, 8),
+            [LostSequence()], failure, RecoveryBudget(16),
+        ))
+        for number in range(50)
+    ]  # fmt: skip
+    while not all(each.done() for each in recovering):
+        turn += 1
+        await asyncio.sleep(0)
+    assert len(begun) == 50
+    assert max(Counter(begun).values()) == MOST_IN_A_TURN
+    await asyncio.gather(*recovering)
 
 
 @pytest.mark.parametrize("left", [(), ("a",)], ids=["died", "left"])

@@ -129,6 +129,14 @@ def test_a_server_that_holds_the_text_is_found_among_many() -> None:
     assert len(asked) < 10
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_of_servers_that_hold_as_much_the_first_one_is_chosen(names: str) -> None:
+    servers = [server(name, "0:6", prompt_seconds=0.125) for name in names]
+    session = PlannedSession(40, held={"a": 128, "b": 128})
+    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
+    assert hop.server.server_id == names[0], "planners begin at different ones"
+
+
 @pytest.mark.parametrize("new_tokens, chosen", [(16, "holder"), (64, "idle"), (math.inf, "idle")])
 def test_a_prompt_counts_more_before_a_short_answer(new_tokens: float, chosen: str) -> None:
     """The queue delays each token of the answer, and the prompt only the first one."""

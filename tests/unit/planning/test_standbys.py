@@ -1,11 +1,13 @@
 """Which server stands by for a hop, takes its sessions over, or gives it the beginning of a text."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from corolla.planning.candidates import candidates
 from corolla.planning.losses import lacks
+from corolla.planning.replicas import in_turn
 from corolla.planning.standbys import Lack, holder_for, standby_for, takers_for
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -56,6 +58,20 @@ def test_pods_with_addresses_of_their_own_may_be_on_one_machine() -> None:
     assert found.server_id == "b"
     assert lacks([own, same])["hop"] is Lack.NODE
     assert "hop" not in lacks([own, same, other])
+
+
+def test_planners_that_know_nothing_of_each_other_choose_standbys_evenly() -> None:
+    servers = candidates([HELD, *(placed(f"s{number}", f"10.0.1.{number}") for number in range(20))])
+    chosen_by_all: Counter[str] = Counter()
+    for number in range(16):
+        ready = {each.server_id: each for each in in_turn(servers, number * 0.618 % 1)}
+        num_placed: Counter[str] = Counter()
+        for _ in range(10):
+            found = standby_for(HOP, ready, (), num_tokens=50, num_placed=num_placed)
+            assert found is not None
+            num_placed[found.server_id] += 1
+        chosen_by_all.update(num_placed)
+    assert max(chosen_by_all.values()) <= 1.3 * chosen_by_all.total() / 20
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def test_digests_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         text.of(10)
     assert len(hashed) == 12
+    assert text.followed_by(list(range(145))).of(10).num_tokens == 145
+    assert (len(text), len(hashed)) == (125, 14)
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=6, unique=True), st.integers(0, 6), st.integers(0, 6))
