@@ -35,11 +35,18 @@ class _Step:
     rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
     addresses: frozenset[str]
 
+    def end(self, error: CorollaError) -> None:
+        fail([future for _, future in self.rows.values()], error)
+
 
 @dataclass(frozen=True, slots=True)
 class _Open:
     answer: asyncio.Future[pb.Opened]
-    address: str
+    addresses: frozenset[str]
+
+    def end(self, error: CorollaError) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class PendingReplies:
@@ -53,6 +60,8 @@ class PendingReplies:
         self._steps: dict[int, _Step] = {}
         self._opens: dict[int, _Open] = {}
         self._token_streams: dict[bytes, TokenStream] = {}
+        # All of them by the address of each server that takes part, and then by their number or session.
+        self._by_address: dict[str, dict[int | bytes, _Step | _Open | TokenStream]] = {}
         self._on_discarded = on_discarded
 
     def __len__(self) -> int:
@@ -63,23 +72,28 @@ class PendingReplies:
         earlier = self._token_streams.get(session_id)
         if earlier is not None:
             earlier.end(StaleEpoch("another turn of the session has begun"))
+            self._drop(session_id, earlier)
         self._token_streams[session_id] = stream
+        self._note(session_id, stream)
 
     def remove_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
         """Removes a stream that has no reader any more, and counts its unread tokens as discarded."""
         if self._token_streams.get(session_id) is stream:
             del self._token_streams[session_id]
+            self._drop(session_id, stream)
             self._on_discarded(stream.num_unread_tokens)
 
     def has_token_stream(self, addresses: frozenset[str]) -> bool:
         """Tokens of a session go round these hops."""
-        return any(stream.addresses == addresses for stream in self._token_streams.values())
+        near = min((self._by_address.get(address, {}) for address in addresses), key=len, default={})
+        return any(isinstance(each, TokenStream) and each.addresses == addresses for each in near.values())
 
     def add_step(self, number: int, rows: Sequence[pb.StepRow], addresses: frozenset[str]) -> list[RowFuture]:
         """Adds a step, until all of its rows are done. Returns one future for each row, in order."""
         loop = asyncio.get_running_loop()
         by_session = {row.session_id: (row, loop.create_future()) for row in rows}
-        self._steps[number] = _Step(by_session, addresses)
+        step = self._steps[number] = _Step(by_session, addresses)
+        self._note(number, step)
         futures = [future for _, future in by_session.values()]
         for future in futures:
             future.add_done_callback(lambda _: self._settle(number))
@@ -88,11 +102,12 @@ class PendingReplies:
     def add_open(self, number: int, address: str) -> asyncio.Future[pb.Opened]:
         """Adds a request to open a session, until `remove_open`. Returns the future of its answer."""
         loop = asyncio.get_running_loop()
-        opening = self._opens[number] = _Open(loop.create_future(), address)
+        opening = self._opens[number] = _Open(loop.create_future(), frozenset([address]))
+        self._note(number, opening)
         return opening.answer
 
     def remove_open(self, number: int) -> None:
-        del self._opens[number]
+        self._drop(number, self._opens.pop(number))
 
     def on_result(self, result: pb.Result, payload: Buffer) -> None:
         """Gives each row's future, or its token stream, its part of a result."""
@@ -143,20 +158,25 @@ class PendingReplies:
 
     def on_stream_lost(self, address: str, error: CorollaError) -> None:
         """Fails every open, step and token stream in which the server takes part."""
-        for opening in list(self._opens.values()):
-            if opening.address == address and not opening.answer.done():
-                opening.answer.set_exception(error)
-        for step in list(self._steps.values()):
-            if address in step.addresses:
-                fail([future for _, future in step.rows.values()], error)
-        for stream in self._token_streams.values():
-            if address in stream.addresses:
-                stream.end(error)
+        for each in list(self._by_address.get(address, {}).values()):
+            each.end(error)
 
     def _settle(self, number: int) -> None:
         step = self._steps.get(number)
         if step is not None and all(future.done() for _, future in step.rows.values()):
             del self._steps[number]
+            self._drop(number, step)
+
+    def _note(self, key: int | bytes, waiting: _Step | _Open | TokenStream) -> None:
+        for address in waiting.addresses:
+            self._by_address.setdefault(address, {})[key] = waiting
+
+    def _drop(self, key: int | bytes, waiting: _Step | _Open | TokenStream) -> None:
+        for address in waiting.addresses:
+            there = self._by_address[address]
+            del there[key]
+            if not there:
+                del self._by_address[address]
 
 
 def _agree(asked: pb.StepRow, answered: pb.StepRow) -> bool:

@@ -101,6 +101,7 @@ def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[Mov
     return tuple(
         MovedBlocks(Span(max(lost.span.start, found.span.start), end), lost.server_id, found.server_id)
         for lost in before.hops
+        if lost not in after.hops
         for found in after.hops
         if lost.server_id != found.server_id
         and max(lost.span.start, found.span.start) < (end := min(lost.span.end, found.span.end))

@@ -431,12 +431,13 @@ class Reservations:
 
         async def fetch(hop: common_pb2.Hop) -> bool:
             async def open_on(server: common_pb2.Hop, num_tokens: int, transfer_id: bytes) -> pb.Opened:
-                options = replace(open_options, transient=True, write_start=0 if transfer_id else ALL_TOKENS)
+                options = replace(open_options, transient=True)
                 if not transfer_id:
                     # A server never finds the last token of a text, since it has to compute something.
                     options = replace(options, max_tokens=min(num_tokens + 1, len(text)))
                 (opened,) = await self._open_on(
-                    server, identities, options, salts[hop.server_id], keep_activations=False, samples=False,
+                    server, identities, options, salts[hop.server_id],
+                    write_start=0 if transfer_id else ALL_TOKENS, keep_activations=False, samples=False,
                     transfer_ids=[transfer_id] if transfer_id else [], only_cached=not transfer_id,
                 )  # fmt: skip
                 if isinstance(opened, BaseException):
@@ -538,8 +539,9 @@ class Reservations:
             self._open_on(
                 chain.hops[number],
                 identities,
-                replace(open_options, write_start=start),
+                open_options,
                 salts.get(chain.hops[number].server_id),
+                write_start=start,
                 keep_activations=open_options.keeps_outputs and number < last,
                 samples=number == last,
             )
@@ -598,8 +600,9 @@ class Reservations:
         opened = await self._open_on(
             standby,
             binding.identities,
-            replace(options, transient=True, write_start=0, texts=texts),
+            replace(options, transient=True, texts=texts),
             hop_salts(binding.chain, options.cache_salt, self.limits).get(hop.server_id),
+            write_start=0,
             keep_activations=False,
             samples=False,
             transfer_ids=transfer_ids,
@@ -709,12 +712,16 @@ class Reservations:
         open_options: OpenOptions,
         salt: bytes | None,
         *,
+        write_start: int,
         keep_activations: bool,
         samples: bool,
         transfer_ids: Sequence[bytes] = (),
         only_cached: bool = False,
     ) -> list[tuple[pb.Opened, int] | BaseException]:
-        """Opens sessions on one server. `salt` is the salt of their texts' digests there; None: they get no names."""
+        """Opens sessions on one server, which they write to from `write_start` on.
+
+        `salt` is the salt of their texts' digests there; None: they get no names.
+        """
         texts = open_options.named_texts
         # Prompts may be large, so the send queue holds those of only one session at a time.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
@@ -746,11 +753,17 @@ class Reservations:
                 if texts and salt is not None and welcome.page_tokens:
                     num_tokens = min(len(texts[number]), open_options.max_tokens)
                     request.text.CopyFrom(texts[number].of(welcome.page_tokens, salt, num_tokens))
-                    request.write_start = min(open_options.write_start, request.text.num_tokens)
+                    request.write_start = min(write_start, request.text.num_tokens)
                 if samples and open_options.samplers is not None:
                     request.sampler.CopyFrom(open_options.samplers[number].message(open_options.max_tokens))
                 return await self.plane.open(hop.address, request, _describe_prompts(request, number, open_options))
 
+        if len(identities) == 1:
+            # Nearly all opens are of one session, and another task for each hop would cost as much as the rest.
+            try:
+                return [await open_one(0)]
+            except Exception as failure:
+                return [failure]
         return await asyncio.gather(*map(open_one, range(len(identities))), return_exceptions=True)
 
     def _undo(self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain) -> None:

@@ -121,6 +121,8 @@ class DataPlane:
             HopUnavailable, FingerprintMismatch
         """
         server = self._servers.get(address) or self._begin(address)
+        if server.welcome.done():
+            return server.welcome.result()
         try:
             async with asyncio.timeout(self._limits.connect_s):
                 return await asyncio.shield(server.welcome)

@@ -44,6 +44,8 @@ def numerics_of(chain: common_pb2.Chain, hop: common_pb2.Hop) -> Numerics:
 def _have_changed(before: common_pb2.Chain, after: common_pb2.Chain) -> bool:
     """Some blocks went to another server, which is not known to compute alike."""
     for lost in before.hops:
+        if lost in after.hops:
+            continue
         for found in after.hops:
             overlap = max(lost.span.start, found.span.start) < min(lost.span.end, found.span.end)
             if overlap and lost.server_id != found.server_id:
