@@ -35,6 +35,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from corolla.chassis.breaker import Breaker
 from corolla.chassis.errors import InternalError, StartupError, StoreUnavailable
+from corolla.chassis.tasks import TaskGroup
 from corolla.router.metrics import RouterMetrics
 from corolla.router.redis_address import connect, follow_primary
 
@@ -105,6 +106,10 @@ def code_of(error: Exception) -> str:
     return code or ""
 
 
+def _is_silence(error: Exception) -> bool:
+    return isinstance(error, RedisTimeoutError | TimeoutError)
+
+
 _NUM_RETRIES: Final = 1
 _MAX_SILENCES: Final = 2
 _REST_S: Final = 0.5
@@ -160,7 +165,8 @@ class Store:
     have run nevertheless, so every script may safely run again. After two such calls, a breaker refuses further ones at
     once, except one every half second, so that requests do not queue up behind a frozen Redis. `failure_of` says
     which errors of Redis count as such: after one of them the next calls connect anew, and so reach the new primary
-    that another server may have become, behind the same name or by the word of Sentinels.
+    that another server may have become, behind the same name or by the word of Sentinels. A call without an answer
+    costs only its own connection if Redis answers on a new one.
 
     A key that cannot be read, such as one of another type, is not an outage: methods then raise InternalError.
 
@@ -179,8 +185,11 @@ class Store:
         self._silence_s = silence_s
         self._failing_since_s = 0.0
         self._is_said = False
+        self._url = url
         self._password = password
         self._timeout_s = timeout_s
+        self._tasks = TaskGroup()
+        self._trial: asyncio.Task[None] | None = None
         # Why Redis counts as away; None while it is well.
         self._failure: RedisFailure | None = None
         self._next_probe_s = 0.0
@@ -271,6 +280,7 @@ class Store:
             )
 
     async def close(self) -> None:
+        await self._tasks.close()
         for client in (self._client, self._waiting):
             await client.aclose(close_connection_pool=True)
 
@@ -305,10 +315,29 @@ class Store:
             raise error
         if failure is not RedisFailure.BAD_RECORD:
             cause = "full" if failure is RedisFailure.FULL else code_of(error) or type(error).__name__
-            self._note(failure, cause, is_silence=isinstance(error, RedisTimeoutError | TimeoutError))
-        if failure not in ANSWERED:
+            self._note(failure, cause, is_silence=_is_silence(error))
+        if _is_silence(error):
+            # Many calls may meet the same silence.
+            if self._trial is None or self._trial.done():
+                self._trial = self._tasks.start(self._try_connections(), "connections to Redis")
+        elif failure not in ANSWERED:
             await self._connect_anew()
         return failure
+
+    async def _try_connections(self) -> None:
+        """Ends the connections if they lead to a primary that was replaced, or if Redis does not answer on a new one.
+
+        redis-py has ended the connection of the call that was not answered.
+        """
+        await self.follow_primary()
+        client = self._connect(self._url, self._timeout_s, Retry(NoBackoff(), 0))
+        try:
+            with _cancellable():
+                await client.ping()
+        except _FAILURES:
+            await self._connect_anew()
+        finally:
+            await client.aclose(close_connection_pool=True)
 
     async def _connect_anew(self) -> None:
         """Ends idle connections now, and those in use with their calls."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import pytest
@@ -319,6 +320,81 @@ async def test_a_short_silence_is_not_reported(
     await until(answers)
     assert caplog.messages == ["redis does not answer, or refuses calls; retrying", "redis is back"]
     await store.close()
+
+
+class Door:
+    """Leads to a Redis, which gets no call that has the word `unheard`.
+
+    Attributes:
+        are_open: the numbers of the connections that clients have not ended; these are counted from 1.
+    """
+
+    unheard: ClassVar[str] = "unheard"
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.num_connections = 0
+        self.are_open: set[int] = set()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[str]:
+        """Yields an address of Redis that leads through the door."""
+        async with await asyncio.start_server(self._lead, "127.0.0.1", 0) as server:
+            yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+
+    async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        number = self.num_connections
+        self.are_open.add(number)
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        answering = asyncio.create_task(self._answer(far_reader, writer))
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                if self.unheard.encode() not in data:
+                    far_writer.write(data)
+        self.are_open.remove(number)
+        answering.cancel()
+        far_writer.close()
+        writer.close()
+
+    async def _answer(self, far_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await far_reader.read(1 << 16):
+            writer.write(data)
+
+
+async def test_a_call_without_an_answer_costs_only_its_own_connection_while_redis_answers(
+    own_redis: EmbeddedRedis,
+) -> None:
+    door = Door(own_redis.port)
+    async with door.opened() as url:
+        store = Store(url, 0.5, RouterMetrics(new_registry()))
+        await asyncio.gather(*(store.models() for _ in range(8)))
+        before = set(door.are_open)
+        assert len(before) == 8
+        slow = asyncio.create_task(store.remember_model(Door.unheard))
+        while not slow.done():
+            await store.models()
+            await asyncio.sleep(0.01)
+        with pytest.raises(StoreUnavailable):
+            await slow
+
+        async def is_tried() -> bool:
+            """The call was made again on a connection of its own, and one more tells that Redis answers."""
+            return door.num_connections == 10 and 10 not in door.are_open
+
+        await until(is_tried)
+        await asyncio.gather(*(store.models() for _ in range(8)))
+        assert len(door.are_open) == 8
+        assert len(before & door.are_open) == 7
+        with own_redis.frozen():
+            with pytest.raises(StoreUnavailable):
+                await store.models()
+
+            async def are_ended() -> bool:
+                return not before & door.are_open
+
+            await until(are_ended)
+        await store.close()
 
 
 async def test_a_bug_is_not_reported_as_an_outage(redis_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
