@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -40,6 +40,7 @@ _SESSION_TOKENS: Final = 256
 _LEASE_MS: Final = 600_000
 _NUM_ROUTERS: Final = 2
 _NUM_SERVICES: Final = 4
+_NUM_HOLDERS: Final = 4
 _READY_S: Final = 30.0
 _MOST_LINE_BYTES: Final = 1 << 24
 
@@ -82,7 +83,7 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
             *await _refused(control, count),
         ]
         async with _client_services(address, model, options.clients) as clients:
-            found.append(await _spread(clients, count, options.sessions))
+            found += await _spreads(clients, count, options.sessions)
 
             async def by_client() -> None:
                 await clients[0].plan(num_tokens=0, record_id="", blocks=None)
@@ -119,6 +120,7 @@ async def _deaths(redis_url: str, count: int, options: argparse.Namespace) -> li
         figure(f"{name}: sessions opened again", "", [sum(each["num_opened"] for each in found)]),
         figure(f"{name}: longest stall of a client service", "s", [max(each["stall_s"] for each in found)],
                at_most(0.2)),
+        figure(f"{name}: its work in such a time", "s", [max(each["work_s"] for each in found)]),
     ]  # fmt: skip
 
 
@@ -176,19 +178,47 @@ async def _refused(control: ControlPlane, count: int) -> list[Figure]:
     return [figure(f"{count} servers: of {_PLANS_AT_ONCE} plans at once, refused", "", [num_refused], at_most(0))]
 
 
-async def _spread(clients: list[Routes], count: int, num_sessions: int) -> Figure:
+async def _spreads(clients: list[Routes], count: int, num_sessions: int) -> list[Figure]:
     """The sessions of the fullest server over the mean, when all clients place theirs between two heartbeats."""
-    sessions: Counter[str] = Counter()
+    opened: Counter[str] = Counter()
+    stood_by: Counter[str] = Counter()
+    followed: Counter[str] = Counter()
 
     async def place(routes: Routes) -> None:
+        own: Counter[str] = Counter()
         for _ in range(num_sessions):
             chain = await routes.plan(num_tokens=_SESSION_TOKENS, record_id="", blocks=None)
-            sessions.update(hop.server_id for hop in chain.hops)
+            opened.update(hop.server_id for hop in chain.hops)
+            taken = {hop.server_id for hop in chain.hops}
+            for hop in chain.hops:
+                standby = routes.standby_for(hop, taken, _SESSION_TOKENS, own)
+                if standby is not None:
+                    own[standby.server_id] += 1
+                    taken.add(standby.server_id)
+            await asyncio.sleep(0)
+        stood_by.update(own)
+
+    async def follow(routes: Routes, held: Mapping[str, int]) -> None:
+        for _ in range(num_sessions):
+            chain = await routes.plan(num_tokens=_SESSION_TOKENS, record_id="", blocks=None, held=held, may_fetch=True)
+            followed.update(hop.server_id for hop in chain.hops)
+            await asyncio.sleep(0)
 
     await asyncio.gather(*map(place, clients))
-    most, mean = max(sessions.values()), sum(sessions.values()) / count
-    name = f"{count} servers: sessions of the fullest / mean, {len(clients)} clients with {num_sessions} each"
-    return figure(name, "x", [most / mean], at_most(1.3))
+    chains = [await clients[0].plan(num_tokens=0, record_id="", blocks=None) for _ in range(_NUM_HOLDERS)]
+    held = {hop.server_id: _SESSION_TOKENS // 2 for chain in chains for hop in chain.hops}
+    await asyncio.gather(*(follow(routes, held) for routes in clients))
+    name = f"{count} servers, fullest / mean, {len(clients)} clients with {num_sessions} sessions each"
+    spreads = [
+        figure(f"{name}: {what}", "x", [max(sessions.values()) / (sum(sessions.values()) / among)], at_most(1.3))
+        for what, sessions, among in (
+            ("sessions", opened, count),
+            ("standbys", stood_by, count),
+            ("that follow one beginning, of its holders", followed, len(held)),
+        )
+        if sessions
+    ]
+    return spreads
 
 
 @asynccontextmanager

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import uvloop
+
 from corolla.block_server.beginnings import MOST_ANNOUNCED
 from corolla.chain.control import ControlPlane
 from corolla.v1 import blocks_pb2, common_pb2
@@ -52,13 +54,16 @@ class Server:
     _sessions: set[bytes] = field(default_factory=set)
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def join(self) -> None:
-        description = pb.ServerDescription(
+    @property
+    def description(self) -> pb.ServerDescription:
+        return pb.ServerDescription(
             server_id=self.server_id, address=self.address, model=self.model, fingerprint=self.fingerprint,
             num_model_blocks=NUM_BLOCKS, capacity_blocks=_BLOCKS_OF_A_SERVER, decode_tokens_per_second=1000.0,
         )  # fmt: skip
+
+    async def join(self) -> None:
         stub: Any = self.control.stub
-        joined = await stub.RegisterServer(pb.RegisterServerRequest(server=description), timeout=PATIENCE_S)
+        joined = await stub.RegisterServer(pb.RegisterServerRequest(server=self.description), timeout=PATIENCE_S)
         self._span = joined.span
         await self.beat()
         self._joined.set()
@@ -76,7 +81,10 @@ class Server:
             num_sessions=len(self._sessions), num_pages=_NUM_PAGES, num_free_pages=_NUM_PAGES,
             max_session_tokens=_NUM_PAGES << 4, heartbeat_number=self.num_heartbeats, beginnings=self.beginnings,
         )  # fmt: skip
-        beat = pb.HeartbeatRequest(model=self.model, server_id=self.server_id, state=pb.SERVER_STATE_READY, load=load)
+        beat = pb.HeartbeatRequest(
+            model=self.model, server_id=self.server_id, state=pb.SERVER_STATE_READY, load=load,
+            server=self.description, span=self._span,
+        )  # fmt: skip
         stub: Any = self.control.stub
         await stub.Heartbeat(beat, timeout=PATIENCE_S)
 
@@ -124,4 +132,4 @@ async def main(model: str, count: int, routers: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
