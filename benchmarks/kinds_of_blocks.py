@@ -51,6 +51,8 @@ KINDS: Final = {
     "llama": _Kind("llama"),
     "gemma3": _Kind("gemma3_text"),
     "qwen3_moe": _Kind("qwen3_moe", changes={"moe_intermediate_size": 256}),
+    "glm4_moe": _Kind("glm4_moe", changes={"moe_intermediate_size": 256}),
+    "ernie4_5_moe": _Kind("ernie4_5_moe", changes={"moe_intermediate_size": 256}),
     "gpt_oss": _Kind("gpt_oss", changes={"intermediate_size": 256}),
     "glm4": _Kind("glm4"),
     "float16": _Kind("llama", torch.float16),

@@ -255,8 +255,6 @@ def why_unsupported(span: FusedSpan, store: KVStore, dtype: torch.dtype) -> str 
         return "the heads of its layers differ"  # a job serves all layers of a group
     if len(span.rotaries) > 1:
         return "its layers rotate by several tables"
-    if any(each.in_pairs or each.size != span.layers[0].head_dim for each in span.rotaries):
-        return "heads are rotated in part, or in pairs"
     return next((found for layer in span.layers if (found := _why_unsupported(layer, dtype)) is not None), None)
 
 
@@ -277,8 +275,8 @@ def _why_unsupported(layer: FusedLayer, dtype: torch.dtype) -> str | None:
     if not all(map(_lies_in_panels, _projections(layer))):
         return "not all weights lie in panels"
     shape = _shape_of(layer, dtype)
-    sizes = (layer.head_dim // (2 if layer.rotary is not None else 1), layer.hidden_size, shape.num_gated)
-    if layer.head_dim % LANES or any(size % LANES for size in sizes):
+    rotated = shape.rotary_size if shape.rotates_pairs else shape.rotary_size // 2
+    if any(size % LANES for size in (layer.head_dim, rotated, layer.hidden_size, shape.num_gated)):
         return "a size is not a multiple of 16"
     return None
 
@@ -300,6 +298,8 @@ def _projections(layer: FusedLayer) -> list[Any]:
 
 
 def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
+    rotary, like = layer.rotary, torch.empty(0, dtype=dtype)
+    table = like if rotary is None else rotary.numbered(torch.zeros(1, dtype=torch.int64), 1, like)[0]
     return BlockShape(
         element=ELEMENTS[dtype],
         hidden_size=layer.hidden_size,
@@ -310,8 +310,10 @@ def _shape_of(layer: FusedLayer, dtype: torch.dtype) -> BlockShape:
         has_bias=tuple(projection.bias is not None for projection in _projections(layer)),
         norms_heads=layer.query_norm is not None,
         norms_rotated=layer.norms_rotated,
-        rotates=layer.rotary is not None,
-        scales_queries=layer.rotary is not None and layer.rotary.scales_queries,
+        rotary_size=0 if rotary is None else rotary.size,
+        rotates_pairs=rotary is not None and rotary.in_pairs,
+        rotary_element=ELEMENTS[table.dtype],
+        scales_queries=rotary is not None and rotary.scales_queries,
         residual_multiplier=layer.residual_multiplier,
         multiplied=rows_of(dtype).value,
     )

@@ -41,7 +41,7 @@ STEP: Final[Fields] = (
     ("ptr", "query"),  # [tokens, heads, head size]
     ("ptr", "attended"),  # float32 [tokens, heads, head size]
     ("ptr", "input"),  # [tokens, the larger of all heads and gated] in the type `multiplied`
-    ("ptr", "rotary"),  # [rows, 2, head size]: cosines and signed sines
+    ("ptr", "rotary"),  # [rows, 2, rotary size] in the type `rotary_element`: cosines and signed sines
     ("ptr", "rotary_rows"),  # int64 [tokens]
     ("ptr", "query_factors"),  # float32 [tokens]
     ("ptr", "groups"),  # see `GROUP`
@@ -124,12 +124,14 @@ class BlockShape(NumberTypes):
 
     Attributes:
         hidden_size: the size of hidden states.
-        head_size: the size of a head; a multiple of 32 where `rotates`.
+        head_size: the size of a head.
         num_gated: how many outputs the gate has; 0: the block ends before its MLP.
         has_bias: for each of `PROJECTIONS`, whether it has a bias.
         norms_heads: whether queries and keys are normalised.
         norms_rotated: whether they are normalised after the rotary embedding.
-        rotates: whether queries and keys have a rotary embedding.
+        rotary_size: how many of the first numbers of queries and keys are rotated; 0: none. Halves are multiples of 16.
+        rotates_pairs: whether a number is rotated with its neighbour, not with the one half the rotary size away.
+        rotary_element: LLVM's type of cosines and sines: `element`, or `float`, which rounds only what was rotated.
         scales_queries: whether each token's queries have a factor.
         residual_multiplier: the factor of the outputs of attention and MLP when they are added to hidden states.
     """
@@ -142,7 +144,9 @@ class BlockShape(NumberTypes):
     has_bias: tuple[bool, ...]
     norms_heads: bool
     norms_rotated: bool
-    rotates: bool
+    rotary_size: int
+    rotates_pairs: bool
+    rotary_element: str
     scales_queries: bool
     residual_multiplier: float
 
@@ -293,7 +297,7 @@ def _prepare_heads(shape: BlockShape) -> str:
     slot = function.let(f"load i64, ptr {slot_at}")
     row_at = function.at(function.field("%step", STEP, "rotary_rows"), "%token", "i64")
     row = function.let(f"load i64, ptr {row_at}")
-    rotary = function.row(function.field("%step", STEP, "rotary"), row, 2 * size * shape.element_bytes)
+    rotary = function.row(function.field("%step", STEP, "rotary"), row, 2 * shape.rotary_size, shape.rotary_element)
     factor = ""
     if shape.scales_queries:
         factor_at = function.at(function.field("%step", STEP, "query_factors"), "%token", "float")
@@ -358,8 +362,8 @@ def _prepare_head(
         function.store(value, at, 64)
     if shape.norms_heads and not shape.norms_rotated:
         _norm_head(function, name, f"%{name}_squares_sum_after")
-    if shape.rotates:
-        _turn_head(function, name, rotary)
+    if shape.rotary_size:
+        (_turn_pairs if shape.rotates_pairs else _turn_halves)(function, name, rotary)
     if shape.norms_heads and shape.norms_rotated:
         with function.loop(f"{name}_turned", size, LANES, {"sum": "zeroinitializer"}) as names:
             value = function.load_floats("%head", names["number"])
@@ -381,19 +385,34 @@ def _norm_head(function: _BlockFunction, name: str, squares: str) -> None:
         function.store(value, at, 64)
 
 
-def _turn_head(function: _BlockFunction, name: str, rotary: str) -> None:
-    size = function.shape.head_size
-    half = size // 2
+def _turn_halves(function: _BlockFunction, name: str, rotary: str) -> None:
+    """Writes lines that rotate a head on the stack: the first half of its rotary size with the second."""
+    half = function.shape.rotary_size // 2
     with function.loop(f"{name}_turn", half, LANES) as names:
         lower = names["number"]
         upper = function.let(f"add i64 {lower}, {half}")
         numbers = {index: function.load_floats("%head", index) for index in (lower, upper)}
         for index, other in ((lower, upper), (upper, lower)):
-            cosine = function.load_numbers(rotary, index)
-            sine = function.load_numbers(rotary, function.let(f"add i64 {index}, {size}"))
-            straight = function.rounded(function.product(numbers[index], cosine))
-            turned = function.rounded(function.sum_of_product(numbers[other], sine, straight))
-            function.store(turned, function.at("%head", index, "float"), 64)
+            _turn(function, rotary, index, numbers[index], numbers[other])
+
+
+def _turn_pairs(function: _BlockFunction, name: str, rotary: str) -> None:
+    """Writes lines that rotate a head on the stack: each even number of its rotary size with the next one."""
+    with function.loop(f"{name}_turn", function.shape.rotary_size, LANES) as names:
+        numbers = function.load_floats("%head", names["number"])
+        _turn(function, rotary, names["number"], numbers, function.neighbours(numbers))
+
+
+def _turn(function: _BlockFunction, rotary: str, index: str, numbers: str, others: str) -> None:
+    """Writes lines that rotate the 16 numbers of a head at `index` with `others`."""
+    shape = function.shape
+    load = function.load_numbers if shape.rotary_element == shape.element else function.load_floats
+    sine = load(rotary, function.let(f"add i64 {index}, {shape.rotary_size}"))
+    straight = function.product(numbers, load(rotary, index))
+    if shape.rotary_element == shape.element:
+        straight = function.rounded(straight)
+    turned = function.rounded(function.sum_of_product(others, sine, straight))
+    function.store(turned, function.at("%head", index, "float"), 64)
 
 
 def _round_attended(shape: BlockShape) -> str:

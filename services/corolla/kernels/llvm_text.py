@@ -78,6 +78,11 @@ class Function:
         lane = self.let(f"insertelement {vector} poison, {kind} {number}, i32 0")
         return self.let(f"shufflevector {vector} {lane}, {vector} poison, {INTS} zeroinitializer")
 
+    def neighbours(self, vector: str) -> str:
+        """The vector of floats in which each even lane and the next one have changed places."""
+        lanes = ", ".join(f"i32 {lane ^ 1}" for lane in range(LANES))
+        return self.let(f"shufflevector {FLOATS} {vector}, {FLOATS} poison, {INTS} <{lanes}>")
+
     def field_at(self, base: str, fields: Fields, name: str) -> str:
         """The address of a field."""
         return self.at(base, 8 * [each for _, each in fields].index(name))

@@ -28,9 +28,11 @@ from tests.quantized_checkpoints import FORMATS, make_packed_checkpoint
 
 NUM_BLOCKS = 4
 WHOLE = Span(0, NUM_BLOCKS)
-# Heads of 32 numbers, halves of which are turned together.
+# Heads of 32 numbers, halves of which are turned together; or halves of their first 32, or neighbours.
 HEADS = {"head_dim": 32}
-FAMILIES = ("hunyuan_v1_dense", "qwen2", "qwen3", "smollm3", "mistral", "granite")
+FAMILIES = ("hunyuan_v1_dense", "qwen2", "qwen3", "smollm3", "mistral", "granite", "ernie4_5")
+# These families turn 32 of the 64 numbers of a head.
+PARTLY = {"glm": {"head_dim": 64}, "glm4_moe": {"head_dim": 64}}
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
 # New tokens of three sessions, step after step: next tokens, several at once, and chunks.
 STEPS = ((70, 3, 1), (1, 1, 9), (8, 40, 1), (1, 1, 1), (2, 1, 300))
@@ -45,7 +47,7 @@ def threads() -> Iterator[None]:
 
 def checkpoint_of(family: str, folder: Path) -> Checkpoint:
     return Checkpoint.from_pretrained(
-        str(make_tiny_checkpoint(family, folder, num_blocks=NUM_BLOCKS, config_changes=HEADS))
+        str(make_tiny_checkpoint(family, folder, num_blocks=NUM_BLOCKS, config_changes=PARTLY.get(family, HEADS)))
     )
 
 
@@ -118,7 +120,14 @@ def assert_close(given: list[Tensor], expected: list[Tensor], dtype: torch.dtype
 
 @pytest.mark.parametrize(
     "dtype, family",
-    [*itertools.product(TOLERANCES, FAMILIES), (torch.float32, "ministral3")],
+    [
+        *itertools.product([torch.float32], (*FAMILIES, "ministral3", "glm")),
+        *itertools.product([torch.bfloat16], ("hunyuan_v1_dense", "qwen2", "ernie4_5")),
+        *(
+            pytest.param(torch.bfloat16, family, marks=pytest.mark.full)
+            for family in ("qwen3", "smollm3", "mistral", "granite")
+        ),
+    ],
 )
 def test_blocks_equal_their_modules(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     checkpoint = checkpoint_of(family, tmp_path)
@@ -150,6 +159,13 @@ def test_a_mixture_stands_between_two_calls(tmp_path: Path) -> None:
         assert torch.equal(own, of_adapter)
         assert torch.equal(last, after)
         assert not torch.allclose(own, without, atol=1e-3)
+
+
+def test_halves_of_a_part_of_a_head_are_rotated(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("glm4_moe", tmp_path)
+    runner, modules = runner_of(checkpoint), runner_of(checkpoint, is_compiled=False)
+    steps = inputs(runner)
+    assert_close(run(runner, steps), run(modules, steps), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
