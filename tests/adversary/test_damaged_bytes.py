@@ -1,9 +1,10 @@
 """Bytes that are almost right, where they are taken apart: records, samplers, parts of sessions, templates, files."""
 
+import base64
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
+from safetensors.torch import save_file
+from transformers.utils import sentencepiece_model_pb2_new
 
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.cache.store import KVStore
@@ -28,15 +31,18 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.architectures import ARCHITECTURES, SETTINGS
 from corolla.models.gguf.description import FACTORS, configuration
 from corolla.models.gguf.header import GgufHeader, GgufTensor
+from corolla.models.span_model import load_span
 from corolla.models.tokenizer import load_tokenizer
 from corolla.v1 import blocks_pb2, common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.v1.router_pb2_grpc import RouterServiceStub
+from corolla.wire.span import Span
 from tests.adversary.messages import damaged, messages
 from tests.adversary.running import REASONS, running
 from tests.checkpoints import CHAT_TEMPLATE, make_tiny_checkpoint
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.router.conftest import running_router
+from tests.tiers import quick
 from tests.vocabularies import sentencepiece_folder, tekken_folder, tiktoken_folder
 
 NUM_PAGES, MAX_TOKENS, WINDOWS = 32, 24, (None, 6, None)
@@ -129,6 +135,96 @@ def test_a_damaged_vocabulary_is_read_or_refused(tmp_path: Path, name: str, num_
             load_tokenizer(folder)
 
     load()
+
+
+def _chain(length: int) -> list[bytes]:
+    """Each token is made of two others in as many ways as it has bytes."""
+    return [*(bytes([byte]) for byte in range(256)), *(b"a" * count for count in range(2, length))]
+
+
+def _chain_of_pieces(folder: Path) -> bytes:
+    library: Any = sentencepiece_model_pb2_new
+    model = library.ModelProto()
+    model.ParseFromString((folder / "tokenizer.model").read_bytes())
+    known = {piece.piece for piece in model.pieces}
+    for token in _chain(1000)[256:]:
+        if token.decode() not in known:
+            model.pieces.add(piece=token.decode(), score=-1.0)
+    return bytes(model.SerializeToString())
+
+
+MADE_OF_EACH_OTHER: dict[str, Callable[[Path], bytes]] = {
+    "tiktoken.model": lambda _: b"".join(
+        base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(_chain(1000))
+    ),
+    "tekken.json": lambda folder: json.dumps(
+        {
+            **json.loads((folder / "tekken.json").read_text()),
+            "vocab": [
+                {"rank": rank, "token_bytes": base64.b64encode(token).decode()}
+                for rank, token in enumerate(_chain(1000))
+            ],
+        }
+    ).encode(),
+    "tokenizer.model": _chain_of_pieces,
+}
+
+
+@pytest.mark.parametrize("name", quick(VOCABULARIES, "tekken.json"))
+def test_a_small_vocabulary_of_which_gigabytes_would_be_made_is_refused(tmp_path: Path, name: str) -> None:
+    folder = VOCABULARIES[name](tmp_path)
+    data = MADE_OF_EACH_OTHER[name](folder)
+    assert len(data) < 2 << 20
+    (folder / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"cannot be read; fetch it again, or give") as refusal:
+        load_tokenizer(folder)
+    assert "in too many ways" in str(refusal.value.__cause__)
+
+
+def _mistral_folder(folder: Path) -> Path:
+    """A model of one block in Mistral's own format, in two files."""
+    (folder / "params.json").write_text(json.dumps({**PARAMS, "llama_4_scaling": None, "yarn": None}))
+    sizes = {
+        "attention.wq": (64, 64), "attention.wk": (32, 64), "attention.wv": (32, 64), "attention.wo": (64, 64),
+        "feed_forward.w1": (96, 64), "feed_forward.w2": (64, 96), "feed_forward.w3": (96, 64),
+        "attention_norm": (64,), "ffn_norm": (64,),
+    }  # fmt: skip
+    blocks = {f"layers.0.{name}.weight": torch.ones(size) for name, size in sizes.items()}
+    ends = {"norm.weight": torch.ones(64), "tok_embeddings.weight": torch.ones(320, 64)}
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate((blocks, {**ends, "output.weight": torch.ones(320, 64)}), 1):
+        save_file(tensors, folder / f"consolidated-0000{number}-of-00002.safetensors")
+        weight_map |= dict.fromkeys(tensors, f"consolidated-0000{number}-of-00002.safetensors")
+    (folder / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("num_examples", [10, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["consolidated-00001-of-00002.safetensors", "consolidated.safetensors.index.json"])
+def test_a_damaged_file_of_weights_is_read_or_refused(tmp_path: Path, name: str, num_examples: int) -> None:
+    folder = _mistral_folder(tmp_path)
+    whole = (folder / name).read_bytes()
+
+    def load() -> None:
+        checkpoint = Checkpoint.from_pretrained(str(folder))
+        load_span(checkpoint, Span(0, 1), dtype=torch.float32)
+
+    load()
+    # The beginning has all lengths, offsets and names.
+    beginning = whole[:1200]
+
+    @settings(max_examples=num_examples, deadline=None)
+    @given(damaged(st.just(beginning)))
+    @example((2**63 - 1).to_bytes(8, "little") + beginning[8:])
+    @example(b'{"weight_map": {"layers.0.ffn_norm.weight": {"a": []}, "norm.weight": "../../x.safetensors"}}')
+    @example(b'{"weight_map": {"layers.0.ffn_norm.weight": "' + b"x" * 5000 + b'"}}')
+    @example(b'{"weight_map": ' + b'{"a":' * 100_000)
+    def read(data: bytes) -> None:
+        (folder / name).write_bytes(data + whole[len(beginning) :])
+        with contextlib.suppress(CorollaError):
+            load()
+
+    read()
 
 
 _KEYS = st.sampled_from(

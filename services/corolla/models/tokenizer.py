@@ -29,6 +29,10 @@ _MOST_BYTES: Final = 128 << 20
 _MOST_TOKENS: Final = 1 << 20
 # Each way to cut a token in two is tried, so the work grows with the square of its length.
 _MOST_TOKEN_BYTES: Final = 1 << 10
+_MOST_TOTAL_BYTES: Final = 1 << 24
+# Merges are made of every way to cut a token into two others. Gemma 3's 262,144 tokens take 0.28 of this.
+_MOST_MERGE_BYTES: Final = 1 << 27
+_MERGE_BYTES: Final = 64
 _SPACE: Final = "▁"
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -77,7 +81,11 @@ def tokenizer_of_pieces(vocabulary: Mapping[str, Any], architecture: str = "llam
     Args:
         vocabulary: `tokens`, `scores`, `token_type` and `add_prefix_space`, by transformers' names for a GGUF file.
         architecture: that of a GGUF file.
+
+    Raises:
+        ValueError: its merges would take far more memory than the vocabulary.
     """
+    _check_merges([token.encode() for token in vocabulary["tokens"]])
     convert: Any = convert_gguf_tokenizer  # untyped in transformers
     backend, _ = convert(architecture, {**vocabulary, "tokenizer_type": "llama"})
     # Each stretch of text between special tokens gets a space in front, in sentencepiece and llama.cpp, too.
@@ -121,10 +129,24 @@ def _text(token: Any) -> str:
 
 
 def _check(tokens: list[bytes]) -> None:
-    if len(tokens) > _MOST_TOKENS or max(map(len, tokens), default=0) > _MOST_TOKEN_BYTES or not all(tokens):
-        raise ValueError("a token is empty or too long, or there are too many")
+    if len(tokens) > _MOST_TOKENS or not all(tokens):
+        raise ValueError("a token is empty, or there are too many")
     if len(set(tokens)) != len(tokens):
         raise ValueError("two tokens are the same")
+
+
+def _check_merges(tokens: list[bytes]) -> None:
+    """Refuses tokens that are made of each other in so many ways that a small file would take gigabytes."""
+    lengths = [len(token) for token in tokens]
+    if max(lengths, default=0) > _MOST_TOKEN_BYTES or sum(lengths) > _MOST_TOTAL_BYTES:
+        raise ValueError("a token is too long, or all together are")
+    known, left = set(tokens), _MOST_MERGE_BYTES
+    for token in tokens:
+        cuts = range(1, len(token))
+        num_merges = sum(1 for cut in cuts if token[:cut] in known and token[cut:] in known)
+        left -= num_merges * (_MERGE_BYTES + len(token))
+        if left < 0:
+            raise ValueError("tokens are made of each other in too many ways")
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -161,6 +183,7 @@ class _Ranks(TikTokenConverter):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
         _check(list(ranks))
+        _check_merges(list(ranks))
         if sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError("the ranks are not 0, 1, 2 and so on")
         return ranks
@@ -194,7 +217,9 @@ def _of_tekken(path: Path, _settings: Mapping[str, Any]) -> tuple[Tokenizer, dic
         raise CheckpointError(
             f"{path} is of the first kind, which does not name its special tokens; give the model's tokenizer.json."
         )
-    _check([base64.b64decode(each["token_bytes"], validate=True) for each in stored["vocab"]])
+    tokens = [base64.b64decode(each["token_bytes"], validate=True) for each in stored["vocab"]]
+    _check(tokens)
+    _check_merges(tokens)
     if not 0 <= int(stored["config"].get("default_num_special_tokens") or 0) <= _MOST_TOKENS:
         raise ValueError("there are too many special tokens")
     convert: Any = MistralConverter  # untyped in transformers

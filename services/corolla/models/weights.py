@@ -24,6 +24,7 @@ PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 log = logging.getLogger(__name__)
 
 _HEADER_LENGTH = struct.Struct("<Q")
+_MOST_NAME_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,9 @@ def read_index(folder: Path, name: str = INDEX_FILE) -> dict[str, Path]:
     try:
         weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         named = {str(name): folder / str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if max((len(shard.name.encode()) for shard in named.values()), default=0) > _MOST_NAME_BYTES:
+            raise ValueError("a name that no file has")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index_path} is damaged; fetch the checkpoint again.") from error
     stray = next((shard for shard in named.values() if shard.parent != folder), None)
     if stray is not None:
@@ -165,9 +168,9 @@ def read_index(folder: Path, name: str = INDEX_FILE) -> dict[str, Path]:
 def no_weights(place: str, files: Iterable[str]) -> str:
     """The error message for a place whose `files` do not include safetensors weights."""
     files = list(files)
-    # A file whose name begins so only sees or hears, and lies next to the model's.
+    # A file with such a name only sees or hears, and lies next to the model's.
     stored = (name for name in files if Path(name).suffix.lower() == GGUF_SUFFIX)
-    if gguf := sorted(stored, key=lambda name: (Path(name).name.lower().startswith("mmproj"), name)):
+    if gguf := sorted(stored, key=lambda name: ("mmproj" in Path(name).name.lower(), name)):
         return f"{place} holds GGUF files, and a GGUF file is given by its own name; give {place}/{gguf[0]}."
     pickled = sorted(name for name in files if Path(name).suffix in PICKLED_SUFFIXES)
     if pickled:
