@@ -348,6 +348,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         {**_QWEN_VISION, "deepstack_visual_indexes": []}, rewrite=_write_omni, outer=_OMNI,
     ),
     Published("Qwen3.5-27B", "qwen3_5_text", "qwen3_5", _QWEN3_5, _QWEN_VISION),
+    Published("Qwen3.5-27B-FP8", "qwen3_5_text", "qwen3_5", _QWEN3_5, _QWEN_VISION, "FP8", "fp8-blocks"),
     Published("Qwen3.5-397B-A17B", "qwen3_5_moe_text", "qwen3_5_moe", _QWEN3_5, _QWEN_VISION),
     Published(
         "Qwen3.5-397B-A17B-FP8", "qwen3_5_moe_text", "qwen3_5_moe", {**_WIDER_SHARED, **_QWEN3_5}, _QWEN_VISION,

@@ -207,7 +207,13 @@ class Checkpoint:
         unread = tuple(sorted({part for each in stored if (part := other_part(each)) is not None}))
         if text.is_wrapped:
             # Wrappers say in several places, or by a default, whether the head is tied; a stored head is not.
-            config.tie_word_embeddings = not any(each.startswith("lm_head.") for each in text_names(index))
+            has_head = any(each.startswith("lm_head.") for each in text_names(index))
+            if not has_head and text.is_untied:
+                raise CheckpointError(
+                    f"{folder} has no head (lm_head), and its config.json says that the head is not the embedding; set "
+                    "tie_word_embeddings to true there if it is, or give the whole checkpoint."
+                )
+            config.tie_word_embeddings = not has_head
         checkpoint = cls(
             name, folder, config, family, index, snapshot, shared,
             quantization=quantization, unread=unread,

@@ -375,7 +375,7 @@ def why_unsupported(stored: Mapping[str, Any]) -> str:
             )
     why = UNSERVED.get(model_type)
     if why is None and model_type and model_type not in CONFIG_MAPPING:
-        why = f"transformers {transformers.__version__} has no class for it"
+        why = f"transformers {transformers.__version__} has no class for it, though a later release may"
     if why is not None:
         unsupported = f"{unsupported}: {why}"
     return f"{unsupported}; docs/families.md lists the {len(FAMILIES)} types that are."

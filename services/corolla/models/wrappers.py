@@ -80,15 +80,18 @@ class TextModel:
     Attributes:
         settings: the settings of the language model, in the form of its own `config.json`.
         is_wrapped: whether they are those of a larger model, or a part of them.
+        is_untied: whether they, or those of the larger model, say that the head is not the embedding, and none that it
+            is.
     """
 
     settings: Mapping[str, Any]
     is_wrapped: bool = False
+    is_untied: bool = False
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> "TextModel":
         """Finds the language model in the content of `config.json`."""
-        inner = stored
+        inner, tied = stored, [stored.get("tie_word_embeddings")]
         for _ in range(_MOST_NESTED):
             key = next((each for each in _TEXT_CONFIGS if isinstance(inner.get(each), Mapping)), None)
             if key is None or cls(inner).family in FAMILIES:
@@ -96,8 +99,10 @@ class TextModel:
             shared = {name: inner[name] for name in _SHARED if inner.get(name) is not None}
             own = {name: value for name, value in inner[key].items() if value is not None or name not in shared}
             outer = str(inner.get("model_type") or "")
+            tied.append(inner[key].get("tie_word_embeddings"))
             inner = {"model_type": _default_type(outer, key) or outer, **shared, **own}
-        return cls(inner, is_wrapped=inner is not stored or isinstance(stored.get("vision_config"), Mapping))
+        is_wrapped = inner is not stored or isinstance(stored.get("vision_config"), Mapping)
+        return cls(inner, is_wrapped, is_untied=False in tied and True not in tied)
 
     @property
     def model_type(self) -> str:

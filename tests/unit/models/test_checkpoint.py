@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -168,6 +169,19 @@ def test_a_tensor_that_changes_no_answer_may_be_left_over(folder: Path, name: st
     load_edges(checkpoint, dtype=torch.float32)
 
 
+def test_what_sees_is_named_and_no_part_of_a_fingerprint(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shard, fingerprints = shards(folder)[0], {Checkpoint.from_pretrained(str(folder)).fingerprint("float32")}
+    tensors = load_file(shard)
+    for number in (1.0, 2.0):
+        tower = {"model.vision_tower.norm.weight": torch.full((64,), number)}
+        save_file({**tensors, **tower}, shard, metadata={"format": "pt"})
+        with caplog.at_level(logging.INFO):
+            checkpoint = Checkpoint.from_pretrained(str(folder))
+        fingerprints.add(checkpoint.fingerprint("float32"))
+    assert len(fingerprints) == 1
+    assert [record.unread for record in caplog.records if hasattr(record, "unread")] == ["vision_tower"] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_packed_numbers_without_a_description_are_refused(folder: Path, dtype: torch.dtype) -> None:
     edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor.to(dtype))
@@ -249,6 +263,12 @@ def rewritten(name_of: Callable[[str], str | None]) -> Damage:
     return rewrite
 
 
+def headless_and_seeing(folder: Path) -> None:
+    """The head of a model that sees is missing, though it is not tied."""
+    config(vision_config={}, tie_word_embeddings=False)(folder)
+    rewritten(lambda name: None if name.startswith("lm_head") else name)(folder)
+
+
 MLX = {"group_size": 64, "bits": 4}
 CUT_SHORT = r"damaged or cut short; delete it and fetch"
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -290,6 +310,7 @@ OF_MLX = r"the format of MLX are not served; give the original checkpoint"
             rewritten("_orig_mod.{}".format),
             r"all begin with '_orig_mod\.', which torch\.compile.*take the beginning off",
         ),
+        (headless_and_seeing, r"has no head \(lm_head\), and its config\.json says that the head is not the embedding"),
         (config(quantization=MLX, quantization_config={"bits": 4}), OF_MLX),
         (config(quantization=MLX), OF_MLX),
         (
@@ -321,7 +342,7 @@ OF_MLX = r"the format of MLX are not served; give the original checkpoint"
             r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
         ),
         (
-            written(b"GGUF", "mmproj-f16.gguf", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
+            written(b"GGUF", "mmproj-f16.gguf", "a-mmproj.gguf", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
             r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
         ),
         (
@@ -362,7 +383,7 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
         ({"model_type": "t5", "architectures": None}, r"type 't5' are not supported; docs/families\.md lists the"),
         (
             {"model_type": "of-nobody", "architectures": ["Own"]},
-            r"'of-nobody' are not supported: transformers .* has no class for it; docs/families",
+            r"'of-nobody' are not supported: transformers .* no class for it, though a .* may; docs/families",
         ),
         (
             {"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}},
@@ -393,6 +414,7 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
             {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
             r"no rotary embedding of the type 'spiral'; set rope_type .* to one that transformers knows",
         ),
+        ({"is_encoder_decoder": True}, r"Only decoder-only models are supported; this checkpoint has an encoder"),
         ({"rope_parameters": DYNAMIC}, r"keeps state .*; set another"),
         ({"model_type": "hunyuan_v1_dense", "rope_parameters": DYNAMIC}, r"keeps state .*; set another"),
         (

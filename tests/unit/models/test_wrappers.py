@@ -46,6 +46,17 @@ def test_a_router_that_the_familys_code_does_not_have_is_refused() -> None:
         TextModel({"model_type": "bailing_moe_v2", "score_function": "softmax"}).family_settings()
 
 
+@pytest.mark.parametrize(
+    "outer, inner, is_untied",
+    [(None, None, False), (None, False, True), (False, None, True), (False, False, True), (True, False, False)],
+)
+def test_a_head_is_untied_where_one_table_says_so_and_none_denies_it(
+    outer: bool | None, inner: bool | None, is_untied: bool
+) -> None:
+    text = {"model_type": "qwen3_vl_text", "tie_word_embeddings": inner}
+    assert TextModel.of({"tie_word_embeddings": outer, "text_config": text}).is_untied is is_untied
+
+
 def test_parts_that_see_or_hear_are_known() -> None:
     assert other_part("model.visual.blocks.0.attn.qkv.weight") == "visual"
     assert other_part("thinker.audio_tower.conv1.weight") == "audio_tower"

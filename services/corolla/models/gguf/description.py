@@ -57,6 +57,7 @@ _WITHOUT_EFFECT: Final[Mapping[str, tuple[float, ...]]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 _BLOCK: Final = re.compile(r"blk\.(?P<block>\d{1,6})\.(?P<name>.+)")
+_PREDICTING: Final = re.compile(r"blk\.(?P<block>\d{1,6})\.nextn\.")
 _SIZES: Final = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings",
     "intermediate_size",
@@ -65,6 +66,8 @@ _WHOLE_HEADS_OF_27B: Final = {"gemma2": 46, "gemma3_text": 62}
 _SCALINGS: Final = frozenset({"none", "linear", "yarn", "longrope"})
 # Which files have that only see or hear.
 _PROJECTOR: Final = "clip"
+# What the names of tensors begin with that only see or hear.
+_SEEING: Final = ("v.", "a.", "mm.")
 _FLOAT32: Final = struct.Struct("<f")
 _LARGEST: Final = 3e38
 _NO_NUMBERS: Final = frozenset({"rope.scaling.type", "rope.scaling.finetuned", "rope.dimension_sections"})
@@ -112,6 +115,11 @@ def row_of(header: GgufHeader) -> Architecture:
         raise CheckpointError(
             "The file holds what turns images or sounds into inputs of a model (mmproj), and no model; give the file "
             "of the language model, which lies next to it."
+        )
+    if any(name.startswith(_SEEING) for name in header.tensors):
+        raise CheckpointError(
+            "The file holds what turns images or sounds into inputs next to its model, as Ollama's files do, which "
+            "leave out settings of the model; give a file that llama.cpp's converter wrote."
         )
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
@@ -299,6 +307,10 @@ def _check_sizes(found: Mapping[str, Any], header: GgufHeader, row: Architecture
     promised = found["num_hidden_layers"]
     if (block := next((each for each in range(promised) if each not in numbers), None)) is not None:
         raise _senseless(f"promises {promised} blocks and has no weights of block {block}")
+    left_out = range(*blocks_of(header))
+    predicting = {int(match["block"]) for name in header.tensors if (match := _PREDICTING.match(name))}
+    if (odd := next((block for block in sorted(numbers - predicting) if block in left_out), None)) is not None:
+        raise _senseless(f"counts block {odd} among those that only predict further tokens, and it has no such tensors")
     if row.epsilon and not isinstance(found.get(row.epsilon), float):
         raise _senseless(f"does not say the model's {row.epsilon}")
     num_tokens = len(header.metadata.get("tokenizer.ggml.tokens", ()))

@@ -36,6 +36,7 @@ _PLACE: Final = struct.Struct("<IQ")
 _DEFAULT_ALIGNMENT: Final = 32
 _MAX_DIMENSIONS: Final = 4
 _MAX_NAME_BYTES: Final = 256
+_MOST_PARTS: Final = 100_000
 _PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<total>\d{5})(?P<ending>\.(?i:gguf))")
 
 # Maps the number of a tensor type to its name, the weights of a block, and the bytes of a block.
@@ -113,6 +114,12 @@ def read_header(path: Path) -> GgufHeader:
             raise CheckpointError(f"{part} is missing; all {len(parts)} parts of a split model lie in one folder.")
         own, held, own_digest = _read_part(part)
         digest.update(own_digest)
+        count = own.get("split.count")
+        if isinstance(count, int) and 1 < count < _MOST_PARTS and count != len(parts):
+            raise CheckpointError(
+                f"{part} is one of {count} parts of a split model, which its name does not say; give the parts one "
+                f"name with the endings -00001-of-{count:05}.gguf and so on, in their order."
+            )
         # The first part has the metadata of the model.
         metadata = metadata or own
         if twice := tensors.keys() & held.keys():

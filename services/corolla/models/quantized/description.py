@@ -6,7 +6,7 @@ from an untrusted file, are never run.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from corolla.chassis.errors import CheckpointError
@@ -74,11 +74,13 @@ class Quantization:
         method: the name of the format, a key of FORMATS in `tensors`.
         schemes: all schemes of the weights; empty where the stored tensors show the scheme.
         zero_offset: the number to add to stored zero points.
+        is_symmetric: whether all zero points are the middle of the numbers. Not part of a fingerprint.
     """
 
     method: str
     schemes: tuple[Scheme, ...] = ()
     zero_offset: int = 0
+    is_symmetric: bool = field(default=False, repr=False)
 
 
 def quantization_of(
@@ -159,7 +161,8 @@ def _gptq(stored: Mapping[str, Any]) -> Quantization:
     if not isinstance(exceptions, Mapping) or len(exceptions) > _MAX_SCHEMES:
         raise _senseless("dynamic")
     others = [_gptq_scheme(each, stored) for each in exceptions.values() if isinstance(each, Mapping)]
-    return Quantization("gptq", tuple(dict.fromkeys([whole, *others])), _GPTQ_LAYOUTS[layout])
+    schemes = tuple(dict.fromkeys([whole, *others]))
+    return Quantization("gptq", schemes, _GPTQ_LAYOUTS[layout], stored.get("sym") is True)
 
 
 def _auto_round(stored: Mapping[str, Any]) -> Quantization:
@@ -177,7 +180,7 @@ def _auto_round(stored: Mapping[str, Any]) -> Quantization:
     if len(schemes) > _MAX_SCHEMES:
         raise _senseless("extra_config")
     if layout in _GPTQ_LAYOUTS:
-        return Quantization("gptq", schemes, _GPTQ_LAYOUTS[layout])
+        return Quantization("gptq", schemes, _GPTQ_LAYOUTS[layout], stored.get("sym") is True)
     if len(schemes) > 1:
         raise CheckpointError(f"AutoRound's AWQ weights of several bits or group sizes are not served; {_WHAT_TO_DO}.")
     return _awq({**stored, "version": layout})

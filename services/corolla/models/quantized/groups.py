@@ -190,6 +190,8 @@ class Gptq(Format):
     def _zeros(self, tensors: Mapping[str, Tensor], bits: int, start: int, end: int) -> Tensor:
         """The zero points of some outputs, int32 `[R, groups]`."""
         zeros = unpacked(tensors["qzeros"], bits, tensors["scales"].shape[1])[:, start:end].T.int()
+        if self._quantization.is_symmetric and bool((zeros == 1 << (bits - 1)).all()):
+            return zeros  # some writers of symmetric numbers subtract nothing, whatever layout they name
         # The writer subtracted 1 with a wrap-around (0 became the largest number), so the sum wraps around, too.
         return zeros.add_(self._quantization.zero_offset).bitwise_and_(2**bits - 1)
 

@@ -133,6 +133,12 @@ def test_a_setting_that_is_the_same_for_all_blocks_may_be_a_list() -> None:
             r"gives keys 24 numbers, 24 of them rotated",
         ),
         ("glm4", {"rope__dimension_count": 24}, r"rotates 24 of the 16 numbers of a head"),
+        ("llama", {"attention__head_count_kv": 3}, r"gives 4 heads 3 heads of keys, each of 16 numbers; convert"),
+        (
+            "qwen35",
+            {"ssm__inner_size": 30, "ssm__time_step_rank": 4, "ssm__group_count": 3},
+            r"has 4 heads of values for 3 heads of keys, of 30 numbers together; convert",
+        ),
         ("glm4moe", {"nextn_predict_layers": 4}, r"does not say the model's num_hidden_layers"),
         ("llama", {"attention__head_count": [4, 4, 2, 4]}, r"different values of llama\.attention\.head_count"),
         ("llama", {"attention__sliding_window_pattern": 4}, r"sliding_window_pattern for a llama, which is not served"),

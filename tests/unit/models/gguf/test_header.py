@@ -5,6 +5,7 @@ import re
 import shutil
 import struct
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
-from corolla.models.gguf.header import read_header
+from corolla.models.gguf.header import raw_bytes, read_header
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.gguf_files import make_tiny_gguf, rewrite_gguf
@@ -153,6 +154,20 @@ def test_a_beginning_that_promises_too_much_is_refused(tmp_path: Path, beginning
     assert refused(tmp_path / "hostile.gguf")
 
 
+def test_what_else_cannot_be_read_is_said(good: Path, tmp_path: Path) -> None:
+    content = good.read_bytes()
+    (tmp_path / "old.gguf").write_bytes(content[:4] + struct.pack("<I", 1) + content[8:])
+    with pytest.raises(CheckpointError, match=r"old\.gguf has version 1 of the format; convert it to version 3"):
+        read_header(tmp_path / "old.gguf")
+    fewer = rewrite_gguf(good, tmp_path / "fewer.gguf", {"split.tensors.count": 99})
+    with pytest.raises(CheckpointError, match=r"fewer\.gguf promises 99 tensors and has \d+; fetch the model again"):
+        read_header(fewer)
+    tensor = next(iter(read_header(good).tensors.values()))
+    (tmp_path / "short.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"short\.gguf has become shorter; fetch it again"):
+        raw_bytes(replace(tensor, path=tmp_path / "short.gguf"), 0, tensor.num_bytes)
+
+
 def test_a_type_that_is_not_served_is_named(good: Path, tmp_path: Path) -> None:
     content = bytearray(good.read_bytes())
     place = content.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 16
@@ -182,6 +197,10 @@ def test_a_split_model_needs_all_its_parts(good: Path, tmp_path: Path) -> None:
     shutil.copy(good, tmp_path / "model-00002-of-00002.gguf")
     with pytest.raises(CheckpointError, match="once more"):
         Checkpoint.from_pretrained(str(first))
+    # Programs that import files rename them.
+    renamed = rewrite_gguf(good, tmp_path / "model-00001-of-00002-e3b56418.gguf", {"split.count": 2})
+    with pytest.raises(CheckpointError, match=r"one of 2 parts of a split model, which its name does not say; give"):
+        Checkpoint.from_pretrained(str(renamed))
 
 
 def test_a_split_model_may_lie_in_the_cache_of_the_hub(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
-from corolla.models.gguf.header import TYPES, GgufTensor
+from corolla.models.gguf.header import TYPES, GgufTensor, read_header
 from corolla.models.gguf.tensors import expanded
 from corolla.models.loading import LOADING
 from corolla.models.span_model import load_span
@@ -192,6 +192,12 @@ def test_experts_of_gpt_oss_stay_packed_in_mxfp4(tmp_path: Path) -> None:
             assert torch.equal(matrices.transpose(1, 2), getattr(other, name))
     hidden = torch.randn(1, 7, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(packed.forward(hidden), plain.forward(hidden), rtol=1e-4, atol=1e-4)
+    content, name = bytearray(path.read_bytes()), "blk.0.ffn_down_exps.weight"
+    content[read_header(path).tensors[name].offset] = 200  # the exponent of a block
+    (tmp_path / "large.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"large\.gguf has 'blk\.0\.ffn_down_exps.*COROLLA_QUANTIZATION to none"):
+        load_span(Checkpoint.from_pretrained(str(tmp_path / "large.gguf")), Span(0, 1), dtype=torch.float32,
+                  quantization="packed")  # fmt: skip
 
 
 @pytest.mark.full
@@ -264,6 +270,18 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     checkpoint = Checkpoint.from_pretrained(str(other))
     with pytest.raises(CheckpointError, match=r"holds the tensor 'blk\.5\.attn_q\.weight', which its glm4_moe model"):
         load_edges(checkpoint, dtype=torch.float32)
+    # Some writers promise such blocks in addition to those that they count.
+    short = rewrite_gguf(path, tmp_path / "short.gguf", {"glm4moe.block_count": 4})
+    with pytest.raises(CheckpointError, match=r"counts block 3 among those that only predict further tokens, and it"):
+        Checkpoint.from_pretrained(str(short))
+
+
+def test_a_file_that_also_sees_is_refused(tmp_path: Path) -> None:
+    _, path = make_tiny_gguf("llama", tmp_path, num_blocks=2)
+    tower = {"v.blk.0.attn_k.bias": np.ones(64, dtype=np.float32)}
+    seeing = rewrite_gguf(path, tmp_path / "seeing.gguf", tensors=tower)
+    with pytest.raises(CheckpointError, match=r"next to its model, as Ollama's files do, .*; give a file that llama"):
+        Checkpoint.from_pretrained(str(seeing))
 
 
 @pytest.mark.parametrize(

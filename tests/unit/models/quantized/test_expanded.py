@@ -1,5 +1,6 @@
 """Packed checkpoints are the models that their formats' own libraries expand them to."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -26,7 +27,7 @@ from corolla.models.quantized.tensors import packed_weights
 from corolla.models.span_model import load_span, span_tensors, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
-from tests.quantized_checkpoints import FORMATS, compressed_scales, make_packed_checkpoint
+from tests.quantized_checkpoints import FORMATS, compressed_scales, gptq, make_packed_checkpoint
 from tests.tiers import quick
 
 TOKEN_IDS = list(range(5, 45))
@@ -96,6 +97,14 @@ KINDS = ("gptq", "w4a16-asymmetric", "w8a16", "w8a8", "ct-fp8-blocks", "ct-mxfp8
 @pytest.mark.parametrize("name", quick(FORMATS, "awq", "auto-round-gptq", "fp8-blocks", "bnb-nf4", kinds=KINDS))
 def test_a_chain_equals_the_expanded_model(tmp_path: Path, name: str) -> None:
     assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS[name]()))
+
+
+@pytest.mark.full
+def test_symmetric_zero_points_may_be_stored_as_they_are(tmp_path: Path) -> None:
+    """Some writers name the first layout of GPTQ, and store zero points as the second does."""
+    made = gptq(layout="gptq_v2", is_symmetric=True)
+    made = dataclasses.replace(made, config={**made.config, "checkpoint_format": "gptq"})
+    assert_equal(*make_packed_checkpoint("llama", tmp_path, made))
 
 
 @pytest.mark.parametrize("name", quick(["fp8-blocks", "ct-mxfp4", "bnb-nf4"], "fp8-blocks", "ct-mxfp4"))

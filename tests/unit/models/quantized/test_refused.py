@@ -227,6 +227,7 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
         ("gptq-act-order", change_part("g_idx", lambda part: part[1:]), "g_idx of the shape .*does not fit"),
         ("gptq", say(bits=8), "fit none of the bits and groups"),
         ("gptq", say(group_size=24), "fit none of the bits and groups"),
+        ("gptq", say(dynamic=[1]), "has a dynamic that makes no sense; correct it, or give the original"),
         ("gptq", say(bits=5), "GPTQ weights of 5 bits are not served; give"),
         ("gptq", say(checkpoint_format="marlin"), "layout 'marlin' are not served; give"),
         ("gptq", say(is_marlin_format=True), "layout 'marlin' are not served; give"),
