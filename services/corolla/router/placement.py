@@ -17,6 +17,7 @@ from corolla.planning.candidates import UNMEASURED_TOKENS_PER_SECOND
 from corolla.wire.span import Span
 
 _MICRO: Final = 1_000_000
+_MILLI: Final = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,52 @@ def throughput(servers: Iterable[HostedSpan], num_blocks: int) -> list[int]:
         changes[min(server.span.start, num_blocks)] += share
         changes[min(server.span.end, num_blocks)] -= share
     return list(accumulate(changes[:-1]))
+
+
+def attainable(servers: Sequence[HostedSpan], num_blocks: int) -> int:
+    """Returns the micro-tokens per second through all blocks if servers divide their time among them as is best.
+
+    A chain may use a part of a span, so a server need not give each of its blocks as much. By Hall's theorem, the
+    tokens per second are then the least, over all sets of blocks, of the speed of the servers that hold some of them,
+    for each block of the set. Outside of a set lie gaps; its servers are all but those whose spans lie within a gap.
+    Dinkelbach's method ("On nonlinear fractional programming", 1967) finds the least ratio: for the ratio of one set,
+    dynamic programming over the ends of spans finds the set with the least surplus, until that is not negative.
+
+    For example, of four blocks one server with the speed 1 holds all, and one with the speed 3 the first two. Divided
+    evenly, the last two blocks would have 1/4 each. But the first server can leave the others alone: they have 1/2.
+
+    The time of the head counts as so many more blocks at the model's end, the most of any server.
+    """
+    end = _MILLI * num_blocks + round(_MILLI * max((each.head_blocks for each in servers), default=0.0))
+    held = [
+        (_MILLI * each.span.start, end if each.span.end == num_blocks else _MILLI * each.span.end, _speed(each))
+        for each in servers
+    ]
+    total = sum(speed for *_, speed in held)
+    points = sorted({0, end, *(start for start, *_ in held), *(last for _, last, _ in held)})
+    # The speed of all servers whose spans lie within a gap from one point to another one.
+    inside = [
+        [sum(speed for start, last, speed in held if first <= start and last <= final) for final in points]
+        for first in points
+    ]
+    speed, length = total, end
+    while True:
+        # The best gaps up to each point: what they save, the speed within them, and their length.
+        best = [(0, 0, 0)]
+        for number, final in enumerate(points[1:], 1):
+            gaps = (
+                (
+                    saved + length * inside[first][number] - speed * (final - points[first]),
+                    within + inside[first][number],
+                    skipped + final - points[first],
+                )
+                for first, (saved, within, skipped) in enumerate(best)
+            )
+            best.append(max(best[-1], *gaps))
+        saved, within, skipped = best[-1]
+        if length * total - speed * end >= saved:
+            return speed * _MILLI // length
+        speed, length = total - within, end - skipped
 
 
 def choose_span(
@@ -176,6 +223,11 @@ def share_at(span: Span, num_blocks: int, speed: float, head_blocks: float) -> i
     """Returns the micro-tokens per second that a server of this speed would give each block of a span."""
     num_held = len(span) + (head_blocks if span.end == num_blocks else 0.0)
     return max(1, round((speed or UNMEASURED_TOKENS_PER_SECOND) * _MICRO / num_held))
+
+
+def _speed(server: HostedSpan) -> int:
+    """Returns a server's speed through one block, in micro-tokens per second."""
+    return max(1, round((server.speed or UNMEASURED_TOKENS_PER_SECOND) * _MICRO))
 
 
 def _gaps(per_block: Sequence[int]) -> list[Span]:

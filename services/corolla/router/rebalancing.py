@@ -8,15 +8,18 @@ returns how good the best layout is that the other moves can reach, and the firs
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Final
 
-from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, share_at, throughput
+from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, share_at, throughput
 from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
 """The search ends after so many layouts: small pools have fewer, and larger ones take some tenths of a second."""
+
+FEW: Final = 8
+"""So many servers are few: for more, it takes too long to find out how each would divide its time best."""
 
 # The start of each movable server's span.
 _Layout = tuple[int, ...]
@@ -27,9 +30,9 @@ _Step = tuple[int, int]
 _Facts = tuple[int, int, int, WeightMemory]
 # The kind and the length of servers that could be partners.
 _Group = tuple[str, int]
-# The number of blocks with a server; the number of pairs that lone servers could make, negative; and the throughput of
-# the slowest block in micro-tokens per second.
-_Worth = tuple[int, int, int]
+# The number of blocks with a server; the number of pairs that lone servers could make, negative; the throughput of the
+# slowest block in micro-tokens per second; and the same with times that are divided evenly, which decides among equals.
+_Worth = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,9 @@ def next_move(
     """Returns the first move on a shortest way to the best layout; None if that layout gains too little.
 
     Layouts are compared by the number of blocks with a server, then by the pairs that lone servers of one kind could
-    still make, then by the throughput of the slowest block. A server is lone while no other one of its kind has the
+    still make, then by the throughput of the slowest block. Few servers divide their time among their blocks as is best
+    (`placement.attainable`), since unlike ones differ much in that; of more, each counts as dividing it evenly.
+    A server is lone while no other one of its kind has the
     same span. For example, with one server of kind A and one of kind B on each of two spans, an A moves to the other A,
     and then a B to the other B.
 
@@ -98,13 +103,15 @@ class _Coverage:
         worth: How good the layout is.
     """
 
-    def __init__(self, per_block: list[int], num_holders: list[int], placed: Counter[tuple[_Group, int]]) -> None:
+    def __init__(
+        self, per_block: list[int], num_holders: list[int], placed: Counter[tuple[_Group, int]], slowest: int
+    ) -> None:
         self.per_block = per_block
         self.num_holders = num_holders
         self._placed = placed
         self._lone = Counter(group for (group, _), count in placed.items() if count == 1)
         self.num_apart = sum(count // 2 for count in self._lone.values())
-        self.worth = _worth(per_block, self.num_apart)
+        self.worth = _worth(per_block, self.num_apart, slowest)
 
     def num_apart_after(self, group: _Group, before: int, after: int) -> int:
         """Returns how many pairs lone servers could make once a server of this group has another start."""
@@ -128,7 +135,8 @@ class Pool:
         )
         self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
         self._facts = [_facts(each, num_blocks) for each in self.movable]
-        self._throughput = throughput((each.hosted for each in fixed), num_blocks)
+        self._fixed_spans = [each.hosted for each in fixed]
+        self._throughput = throughput(self._fixed_spans, num_blocks)
         ready = [each.hosted.span for each in fixed if each.is_ready]
         self._num_holders = [sum(span.start <= block < span.end for span in ready) for block in range(num_blocks)]
         self._groups = [_group(each.hosted) for each in self.movable]
@@ -144,7 +152,7 @@ class Pool:
                 per_block[block] += share
                 num_holders[block] += 1
         placed = self._fixed + Counter(each for each in zip(self._groups, layout, strict=True) if each[0][0])
-        return _Coverage(per_block, num_holders, placed)
+        return _Coverage(per_block, num_holders, placed, self._slowest(per_block, layout))
 
     def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
         """Yields all moves that take away no block's only server; of equal servers, the first one moves."""
@@ -172,7 +180,18 @@ class Pool:
             after[block] -= self._share(facts, layout[index])
         for block in range(start, start + facts[0]):
             after[block] += self._share(facts, start)
-        return _worth(after, coverage.num_apart_after(self._groups[index], layout[index], start))
+        slowest = self._slowest(after, (*layout[:index], start, *layout[index + 1 :]))
+        return _worth(after, coverage.num_apart_after(self._groups[index], layout[index], start), slowest)
+
+    def _slowest(self, per_block: list[int], layout: _Layout) -> int:
+        """Returns the throughput of the slowest block of a layout, whose shares give each block `per_block`."""
+        if len(self._fixed_spans) + len(layout) > FEW or not min(per_block):
+            return min(per_block)
+        moved = [
+            replace(each.hosted, span=Span(start, start + len(each.hosted.span)))
+            for each, start in zip(self.movable, layout, strict=True)
+        ]
+        return attainable([*self._fixed_spans, *moved], self.num_blocks)
 
     def _share(self, facts: _Facts, start: int) -> int:
         length, within, at_end, _ = facts
@@ -196,8 +215,8 @@ def _group(hosted: HostedSpan) -> _Group:
     return hosted.kind, len(hosted.span)
 
 
-def _worth(per_block: list[int], num_apart: int) -> _Worth:
-    return len(per_block) - per_block.count(0), -num_apart, min(per_block)
+def _worth(per_block: list[int], num_apart: int, slowest: int) -> _Worth:
+    return len(per_block) - per_block.count(0), -num_apart, slowest, min(per_block)
 
 
 def _search(pool: Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:

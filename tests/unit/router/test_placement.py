@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from corolla.chassis.errors import SpanRefused
 from corolla.router.layout import Layout
-from corolla.router.placement import HostedSpan, WeightMemory, choose_span, throughput
+from corolla.router.placement import HostedSpan, WeightMemory, attainable, choose_span, throughput
 from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span, gaps
@@ -48,6 +48,31 @@ def test_the_chosen_span_is_the_best_of_all(
     assert chosen in spans
     # Lists compare block by block from the least: the order that the placement promises.
     assert after(chosen) == max(map(after, spans))
+
+
+@given(clusters())
+def test_what_is_attainable_is_the_least_that_any_set_of_blocks_leaves(cluster: tuple[list[HostedSpan], int]) -> None:
+    servers, num_blocks = cluster
+    num_blocks = min(num_blocks, 8)
+    servers = [each for each in servers if each.span.end <= num_blocks]
+    heads = max((each.head_blocks for each in servers), default=0.0)
+    weights = [*[1000] * num_blocks, round(1000 * heads)]
+    masks = []
+    for each in servers:
+        blocks = range(each.span.start, each.span.end + (each.span.end == num_blocks))
+        masks.append((sum(1 << block for block in blocks), round((each.speed or 1.0) * 1e6)))
+    least = min(
+        Fraction(1000 * sum(speed for mask, speed in masks if mask & chosen), weight)
+        for chosen in range(1, 1 << len(weights))
+        if (weight := sum(each for block, each in enumerate(weights) if chosen >> block & 1))
+    )
+    assert attainable(servers, num_blocks) == math.floor(least)
+
+
+def test_the_example_of_what_is_attainable() -> None:
+    servers = [HostedSpan(Span(0, 4), 1.0), HostedSpan(Span(0, 2), 3.0)]
+    assert min(throughput(servers, 4)) == 250_000
+    assert attainable(servers, 4) == 500_000
 
 
 def joined(order: str, num_blocks: int = 30) -> dict[str, list[str]]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, choose_span, throughput
-from corolla.router.rebalancing import MAX_LAYOUTS, Member, Move, Pool, next_move
+from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, choose_span, throughput
+from corolla.router.rebalancing import FEW, MAX_LAYOUTS, Member, Move, Pool, next_move
 from corolla.router.roster import Roster
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -49,7 +49,8 @@ def worth_of(servers: Sequence[HostedSpan], num_blocks: int) -> Worth:
     per_block = throughput(servers, num_blocks)
     held = [(each.kind, each.span) for each in servers if each.kind]
     lone = Counter((kind, len(span)) for kind, span in held if held.count((kind, span)) == 1)
-    return num_blocks - per_block.count(0), -sum(count // 2 for count in lone.values()), min(per_block)
+    slowest = min(per_block) if len(servers) > FEW else attainable(servers, num_blocks)
+    return num_blocks - per_block.count(0), -sum(count // 2 for count in lone.values()), slowest
 
 
 def covered(members: Sequence[Member], num_blocks: int) -> set[int]:
@@ -189,7 +190,7 @@ def test_of_a_large_fleet_a_bounded_number_of_layouts_is_looked_at(
     looks = Counter[str]()
     worth_after = Pool.worth_after
 
-    def counted(pool: Pool, *given: Any) -> tuple[int, int, int]:
+    def counted(pool: Pool, *given: Any) -> tuple[int, int, int, int]:
         looks["layouts"] += 1
         return worth_after(pool, *given)
 
@@ -202,7 +203,7 @@ def test_of_a_large_fleet_a_bounded_number_of_layouts_is_looked_at(
     assert looks["layouts"] <= 2 * MAX_LAYOUTS
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(pools(), st.randoms(use_true_random=False))
 def test_unstable_speeds_do_not_move_servers_back_and_forth(pool: tuple[list[Member], int], rng: random.Random) -> None:
     members, num_blocks = pool
