@@ -88,7 +88,8 @@ class HubServer:
                 digest = hashlib.sha256(content).hexdigest()
                 facts["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
             siblings.append(facts)
-        return {"id": REPOSITORY, "sha": self.commit, "siblings": siblings}
+        gated = "auto" if self.token else False
+        return {"id": REPOSITORY, "sha": self.commit, "siblings": siblings, "private": False, "gated": gated}
 
     def tree(self) -> list[dict[str, Any]]:
         """The same as a listing of the root folder, which other tools ask for."""

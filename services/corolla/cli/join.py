@@ -32,6 +32,7 @@ from corolla.local.options import StackOptions
 from corolla.local.processes import weights_mib
 from corolla.local.supervisor import StackEvent
 from corolla.models.cache_folder import fetched_models_folder
+from corolla.models.demo import DEMO_MODEL
 from corolla.models.model_manifest import DIGEST_BYTES
 from corolla.planning.fingerprints import what_differs
 from corolla.trust.credentials import Credentials
@@ -90,7 +91,7 @@ def run_join(options: JoinOptions, *, verbose: bool, as_json: bool) -> int:
             if stack.role == Role.BLOCK.value:
                 text = f"COROLLA_TLS_DIR={membership.folder} corolla status --router {stack.router} shows the stack"
                 view.report(StackEvent("step", "join", text))
-                server_options = _server_options(options, stack)
+                server_options = options_of_servers(options, stack)
                 servers = JoinedServers(server_options, membership.folder, stack.router, view.report)
                 _prepare(servers, server_options, options, stack, membership, view)
                 servers.start()
@@ -320,16 +321,17 @@ def _asked_token() -> JoinToken:
     return parsed_token(given)
 
 
-def _server_options(options: JoinOptions, stack: pb.EnrolResponse) -> StackOptions:
+def options_of_servers(options: JoinOptions, stack: pb.EnrolResponse) -> StackOptions:
     """The options of the block servers. Raises StartupError if neither this machine nor others have the model."""
     model, environment = options.model or stack.model, {"COROLLA_SPARE_MIB": str(options.spare_mib)}
-    is_folder_there = options.model is None and stack.model.startswith("/")
-    if is_folder_there and not Path(model).exists():
-        if len(stack.manifest) != DIGEST_BYTES:
-            raise StartupError(
-                f"the stack serves {model} of its first machine, which does not share the files; copy them to this "
-                "machine, and say where with --model"
-            )
+    is_path, is_shared = stack.model.startswith("/"), len(stack.manifest) == DIGEST_BYTES
+    is_here = options.model is not None or model == DEMO_MODEL or (is_path and Path(model).exists())
+    if is_path and not is_here and not is_shared:
+        raise StartupError(
+            f"the stack serves {model} of its first machine, which does not share the files; copy them to this "
+            "machine, and say where with --model"
+        )
+    if is_shared and not is_here:
         manifest = fetched_models_folder() / f"{stack.manifest.hex()}.json"
         environment["COROLLA_MANIFEST"] = str(manifest)
         model = str(manifest.with_suffix(""))

@@ -81,6 +81,9 @@ def up(
         str | None,
         typer.Option(help="Address by which other machines reach this one.", show_default="of the default route"),
     ] = None,
+    share_gated: Annotated[
+        bool, typer.Option("--share-gated", help="Give machines that join also a gated or private model of the hub.")
+    ] = False,
     issuer_port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="Port where machines join.", show_default="50054, or a free one"),
@@ -101,7 +104,7 @@ def up(
 
         shared = {
             "shared_host": shared_host(share_host), "state_folder": shared_folder(state_folder),
-            "issuer_port": issuer_port,
+            "issuer_port": issuer_port, "shares_gated": share_gated,
         }  # fmt: skip
     if blocks not in ("", "auto") and servers is not None and servers != blocks.count(",") + 1:
         raise typer.BadParameter(f"--servers {servers} contradicts the number of spans in --blocks")

@@ -58,7 +58,7 @@ class JoinedServers:
         log = LogFile(options.log_folder / "model.log")
         log.path.unlink(missing_ok=True)
         self._fork_server.warm(processes.MODULES_OF_FETCH)
-        arguments = [options.model, kind, "", options.dtype_name, options.quantization]
+        arguments = [options.model, kind, "", "", options.dtype_name, options.quantization]
         self._fork_server.start(model_fetch.NAME, model_fetch.__name__, arguments, self._environment, log.path)
         facts = model_fetch.facts_of(
             self._fork_server, log, lambda: None, lambda text: self._report(StackEvent("problem", "model", text))

@@ -110,13 +110,14 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: the model's name or folder; then, if devices are to be counted, their kind, or else nothing; then,
-            if others may join, the folder for the manifest of the model's files, or else nothing; then, for a machine
-            that joins, the dtype and the quantization of the stack: the weights are not fetched.
+            if others may join, the folder for the manifest of the model's files, or else nothing; then any word if they
+            may also have a model that the hub does not give to everybody, or else nothing; then, for a machine that
+            joins, the dtype and the quantization of the stack: the weights are not fetched.
     """
-    model, kind, manifests, *look = (*arguments, "", "")[: max(3, len(arguments))]
+    model, kind, manifests, gated, *look = (*arguments, "", "", "")[: max(4, len(arguments))]
     try:
         with _shared_files(model) as shared:
-            found = _facts(model, kind, manifests, look, shared)
+            found = _facts(model, kind, manifests, look, shared, shares_gated=bool(gated))
     except StartupError as failure:
         _tell("failed", message=failure.message)
         return 1
@@ -124,7 +125,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _facts(model: str, kind: str, manifests: str, look: Sequence[str], shared: "SharedFiles | None") -> ModelFacts:
+def _facts(
+    model: str, kind: str, manifests: str, look: Sequence[str], shared: "SharedFiles | None", *, shares_gated: bool
+) -> ModelFacts:
     from corolla.models.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.from_pretrained(model if shared is None else str(shared.path), shared=shared)
@@ -142,7 +145,7 @@ def _facts(model: str, kind: str, manifests: str, look: Sequence[str], shared: "
             "head_blocks": head_blocks,
         }
     if manifests:
-        facts["manifest"] = _manifest(checkpoint, Path(manifests))
+        facts["manifest"] = _manifest(checkpoint, Path(manifests), shares_gated=shares_gated)
     return ModelFacts(
         name=checkpoint.name, num_blocks=checkpoint.num_blocks, model_type=checkpoint.config.model_type, **facts
     )
@@ -176,11 +179,11 @@ def _shared_files(model: str) -> "Iterator[SharedFiles | None]":
         thread.stop(files.close)
 
 
-def _manifest(checkpoint: "Checkpoint", folder: Path) -> str:
+def _manifest(checkpoint: "Checkpoint", folder: Path, *, shares_gated: bool) -> str:
     from corolla.models.manifest_maker import make_manifest
 
     try:
-        return str(make_manifest(checkpoint, folder) or "")
+        return str(make_manifest(checkpoint, folder, shares_gated=shares_gated) or "")
     except OSError as failure:
         raise StartupError(f"cannot make the manifest of the model's files: {failure}") from None
 

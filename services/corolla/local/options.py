@@ -47,6 +47,7 @@ class StackOptions:
             on all addresses; empty: the stack is of this machine only.
         issuer_port: the port of the issuer of a shared stack, likewise.
         state_folder: the folder where a shared stack keeps its authority and Redis; only the user may read it.
+        shares_gated: whether machines that join may get a model from this one that the hub does not give to everybody.
         is_secure: whether processes show each other certificates, and Redis asks for a password.
         restarts: whether a process that dies is started again.
         start_timeout_s: how many seconds the start may take after the model has been found.
@@ -70,6 +71,7 @@ class StackOptions:
     shared_host: str = ""
     issuer_port: int | None = 0
     state_folder: Path | None = None
+    shares_gated: bool = False
     is_secure: bool = True
     restarts: bool = True
     start_timeout_s: float = 180.0

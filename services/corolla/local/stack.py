@@ -307,7 +307,8 @@ class Stack:
         files = "" if folder is None else ", and preparing its files for machines that join"
         self._report(StackEvent("step", "model", f"opening the model {self.options.model}{files}"))
         kind = self.options.device if self.options.devices_are_counted else ""
-        arguments = [self.options.model, kind, "" if folder is None else str(folder / "models")]
+        manifests = "" if folder is None else str(folder / "models")
+        arguments = [self.options.model, kind, manifests, "gated" if self.options.shares_gated else ""]
         self._fork_server.start(model_fetch.NAME, model_fetch.__name__, arguments, self._environment, log.path)
         self._fork_server.warm(processes.MODULES_OF_ROUTER_AND_CLIENT)
         facts = model_fetch.facts_of(self._fork_server, log, self._check_alive)

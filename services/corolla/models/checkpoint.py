@@ -203,6 +203,8 @@ class Checkpoint:
         family = family_of(config)
         stored = snapshot.weight_index() if snapshot is not None else find_weights(folder)
         name = snapshot.repository if snapshot is not None else _name_of(folder)
+        if shared is not None:
+            name = shared.manifest.root
         index = {each: shard for each, shard in stored.items() if other_part(each) is None}
         unread = tuple(sorted({part for each in stored if (part := other_part(each)) is not None}))
         if text.is_wrapped:

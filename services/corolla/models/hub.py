@@ -98,13 +98,25 @@ class Manifest:
     Attributes:
         commit: the commit's hash.
         files: the files by name; a name with a slash lies in a folder.
+        is_open: whether the hub gives the files to everybody: they are neither gated nor private. False: it does not,
+            or did not say so.
     """
 
     commit: str
     files: dict[str, StoredFile]
+    is_open: bool = False
 
 
 _MANIFEST: Final = TypeAdapter(Manifest)
+
+
+def is_open(folder: Path) -> bool:
+    """Whether the hub gives everybody the revision that lies in a folder of its cache; see `Manifest.is_open`."""
+    try:
+        manifest = _MANIFEST.validate_json((folder.parents[1] / "corolla" / f"{folder.name}.json").read_bytes())
+    except (IndexError, OSError, ValueError):
+        return False
+    return manifest.is_open
 
 
 @dataclass(frozen=True)
@@ -225,7 +237,7 @@ class Hub:
                 f"{api.endpoint} does not say which files {repository!r} has, with their checksums; ask the hub itself "
                 "or another mirror, or give a local folder."
             )
-        manifest = Manifest(info.sha, files)
+        manifest = Manifest(info.sha, files, is_open=info.gated is False and info.private is False)
         try:
             _write(self._manifest_path(repository, info.sha), _MANIFEST.dump_json(manifest, indent=1).decode())
             if revision != info.sha:

@@ -11,27 +11,31 @@ from typing import Final
 from corolla.chassis.private_files import make_private_folder, write_private
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import part_names
-from corolla.models.hub import is_small
+from corolla.models.hub import is_open, is_small
 from corolla.models.model_manifest import MOST_MANIFEST_BYTES, PART_BYTES, ManifestFile, ModelManifest, is_sound
 from corolla.models.weights import read_header
 
 _NUM_THREADS: Final = 4
 
 
-def make_manifest(checkpoint: Checkpoint, folder: Path) -> Path | None:
+def make_manifest(checkpoint: Checkpoint, folder: Path, *, shares_gated: bool = False) -> Path | None:
     """Writes the manifest of a checkpoint to `folder`. Its name is its SHA-256.
 
-    The checksums of files that have not changed since an earlier start are not computed again.
+    The checksums of files that have not changed since an earlier start are not computed again. All files must be here;
+    those of the hub have had their checksums compared when they were fetched.
+
+    Args:
+        shares_gated: whether others may have a model that the hub does not give to everybody.
 
     Returns:
-        The manifest's path; None: the model is too large for one, or a file has a name that none may have, or it comes
-        from the hub, where others can fetch it and the hub decides who may.
+        The manifest's path; None: the model is too large for one, a file has a name that none may have, or others may
+        not have it.
 
     Raises:
         OSError: a file cannot be read, or the manifest not be written.
         CheckpointError: a file is damaged.
     """
-    if checkpoint.is_of_hub:
+    if checkpoint.is_of_hub and not (shares_gated or is_open(checkpoint.files_folder)):
         return None
     heads = dict(_heads(checkpoint))
     make_private_folder(folder)
@@ -45,7 +49,7 @@ def make_manifest(checkpoint: Checkpoint, folder: Path) -> Path | None:
             num_bytes = path.stat().st_size
             checksums = "".join(threads.map(partial(_checksum, path), range(0, num_bytes, PART_BYTES)))
             files.append(ManifestFile(path.relative_to(home).as_posix(), num_bytes, num_head_bytes, checksums))
-    root = home.name if checkpoint.gguf is None else checkpoint.gguf.path.name
+    root = checkpoint.name if checkpoint.gguf is None else checkpoint.gguf.path.name
     manifest = ModelManifest(root, checkpoint.weights_identity.hex(), files)
     content = manifest.written()
     if len(content) > MOST_MANIFEST_BYTES or not is_sound(manifest):

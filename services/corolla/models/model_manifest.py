@@ -68,7 +68,7 @@ class ModelManifest:
     """The files of one model.
 
     Attributes:
-        root: the name of the model's folder, or of its GGUF file.
+        root: the name of the model, by which its folder or its GGUF file is called. A hub id may have two parts.
         identity: the digest of the weights that fingerprints include (`Checkpoint.weights_identity`), in hexadecimal
             digits: a machine with some of the tensors cannot compute it.
         files: the files. If `root` names a GGUF file, they are its parts.
@@ -104,7 +104,7 @@ def is_sound(manifest: ModelManifest) -> bool:
     return (
         0 < len(names) <= _MOST_FILES
         and len(set(names)) == len(names)
-        and _is_name(manifest.root, most_deep=1)
+        and _is_name(manifest.root, most_deep=_MOST_DEEP)
         and _is_digest(manifest.identity)
         and all(map(_is_sound, manifest.files))
     )

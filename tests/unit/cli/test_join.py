@@ -18,6 +18,7 @@ from corolla.cli.join import (
     checked_capacity,
     checked_host,
     machine_facts,
+    options_of_servers,
     run_join,
     shared_host,
 )
@@ -48,6 +49,34 @@ def join(state: Path, address: str = STACK, host: str | None = None) -> int:
         log_folder=state / "logs",
     )  # fmt: skip
     return run_join(options, verbose=False, as_json=False)
+
+
+@pytest.mark.parametrize(
+    "given, served, is_shared, model",
+    [
+        (None, "org/name", True, "fetched"),
+        (None, "org/name", False, "org/name"),
+        (None, "/no/such/folder", True, "fetched"),
+        (None, "/", True, "/"),
+        (None, "demo", True, "demo"),
+        ("org/name", "org/name", True, "org/name"),
+    ],
+)
+def test_other_machines_give_the_files_that_this_one_lacks(
+    state: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, served: str, is_shared: bool, model: str
+) -> None:
+    monkeypatch.setenv("COROLLA_CACHE", str(state / "cache"))
+    digest = bytes(range(32))
+    options = options_of_servers(
+        JoinOptions(
+            address=STACK, model=given, blocks="auto", capacity_blocks=0, port=0, host="127.0.0.1", device="cpu",
+            num_threads=1, log_folder=state / "logs",
+        ),
+        pb.EnrolResponse(model=served, manifest=digest if is_shared else b""),
+    )  # fmt: skip
+    fetched = state / "cache" / "models" / digest.hex()
+    assert options.model == (str(fetched) if model == "fetched" else model)
+    assert options.environment == ({"COROLLA_MANIFEST": f"{fetched}.json"} if model == "fetched" else {})
 
 
 @pytest.mark.parametrize(

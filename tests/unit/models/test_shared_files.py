@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 from corolla.chassis.errors import CheckpointError
 from corolla.models import checkpoint as checkpoints
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.gguf.header import GgufHeader, GgufTensor, raw_bytes
+from corolla.models.hub import Hub
 from corolla.models.manifest_maker import make_manifest
 from corolla.models.model_manifest import PART_BYTES, ModelManifest, PartNumber
 from corolla.models.read_ahead import tensors_of
@@ -20,6 +22,7 @@ from corolla.models.shared_files import SharedFiles
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
+from tests.hub_server import REPOSITORY, HubServer
 
 CHECKSUM = "0" * 64
 SOUND: dict[str, Any] = {
@@ -141,9 +144,36 @@ def test_checksums_are_computed_again_only_where_files_have_changed(tmp_path: Pa
     assert make_manifest(Checkpoint.from_pretrained(str(folder)), state) not in (None, first)
 
 
-def test_files_of_the_hubs_cache_are_the_hubs(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint("llama", tmp_path / "models--owner--tiny" / "snapshots" / "0123")
-    assert make_manifest(Checkpoint.from_pretrained(str(folder)), tmp_path / "state") is None
+def test_a_model_of_the_hub_has_its_name_and_fingerprint_on_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with HubServer(make_tiny_checkpoint("llama", tmp_path / "served")) as server:
+        whole = Checkpoint.from_pretrained(REPOSITORY, hub=Hub(cache=tmp_path / "cache", endpoint=server.url))
+        whole.fetch()
+    files = Copies(whole, tmp_path / "state").files(tmp_path / "there" / REPOSITORY)
+    checkpoint = Checkpoint.from_pretrained(str(files.path), shared=files)
+    assert (checkpoint.name, checkpoint.fingerprint("float32")) == (REPOSITORY, whole.fingerprint("float32"))
+    checkpoint.fetch()
+    for shard in set(whole.weight_index.values()):
+        assert (files.path / shard.name).read_bytes() == shard.read_bytes()
+
+
+def test_a_gated_model_of_the_hub_is_shared_only_if_its_owner_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with HubServer(make_tiny_checkpoint("llama", tmp_path / "served")) as server:
+        server.token = "secret"
+        whole = Checkpoint.from_pretrained(REPOSITORY, hub=Hub(cache=tmp_path / "cache", endpoint=server.url))
+        whole.fetch()
+    assert make_manifest(whole, tmp_path / "state") is None
+    # The same files by their path in the cache, and those that another tool has put there.
+    assert make_manifest(Checkpoint.from_pretrained(str(whole.folder)), tmp_path / "state") is None
+    other = make_tiny_checkpoint("llama", tmp_path / "models--owner--tiny" / "snapshots" / "0123")
+    assert make_manifest(Checkpoint.from_pretrained(str(other)), tmp_path / "state") is None
+    assert make_manifest(whole, tmp_path / "state", shares_gated=True) is not None
 
 
 @pytest.mark.parametrize(
@@ -176,7 +206,7 @@ def test_a_manifest_that_breaks_a_rule_is_refused(change: Callable[[list[dict[st
         ModelManifest.parse(json.dumps(broken).encode())
 
 
-@pytest.mark.parametrize("root", ["..", "", "a/b", "/", "."])
+@pytest.mark.parametrize("root", ["..", "", "a/b/c", "a/..", "a//b", "/", "."])
 def test_a_manifest_names_a_folder_below_its_own(root: str) -> None:
     with pytest.raises(CheckpointError, match="manifest"):
         ModelManifest.parse(json.dumps({**SOUND, "root": root}).encode())
