@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from google.protobuf.message import Message
 
+from corolla.block_server import part_sender
 from corolla.block_server.part_fetcher import PartFetcher
 from corolla.block_server.part_sender import MOST_ASKED, PartSender
 from corolla.block_server.peers import Peer
@@ -97,9 +98,11 @@ def model(tmp_path: Path) -> Model:
 
 
 @asynccontextmanager
-async def honest_server(model: Model, files: SharedFiles | None = None) -> AsyncIterator[PlayedServer]:
+async def honest_server(
+    model: Model, files: SharedFiles | None = None, *, is_computing: bool = False
+) -> AsyncIterator[PlayedServer]:
     tasks, peers = TaskGroup(), dict[Stream, Peer]()
-    sender = PartSender(files or model.whole, model.digest, tasks, lambda: False)
+    sender = PartSender(files or model.whole, model.digest, tasks, lambda: is_computing)
 
     def answer(stream: Stream, fetch: pb.Fetch) -> None:
         sender.ask(fetch, peers.setdefault(stream, Peer(b"", stream)))
@@ -168,6 +171,21 @@ def lacks_it(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
     stream.send(pb.Part(file=fetch.file, part=fetch.part, is_absent=True))
 
 
+def too_many_pieces(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
+    for _ in range(3):
+        stream.send(pb.Part(file=fetch.file, part=fetch.part, has_more=True), bytes(PART_BYTES // 2))
+
+
+def empty_pieces(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
+    for _ in range(8):
+        stream.send(pb.Part(file=fetch.file, part=fetch.part, has_more=True), b"")
+
+
+def dies_between_pieces(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
+    stream.send(pb.Part(file=fetch.file, part=fetch.part, has_more=True), bytes(1))
+    stream.close()
+
+
 def dies(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
     stream.abort()
 
@@ -176,8 +194,11 @@ def is_silent(model: Model, stream: Stream, fetch: pb.Fetch) -> None:
     pass
 
 
-LIES = (wrong_bytes, another_part, too_few_bytes, too_many_bytes, nobody_asked, again_and_again, another_frame)
-FAILURES = (one_large_frame, lacks_it, dies, is_silent)
+LIES = (
+    wrong_bytes, another_part, too_few_bytes, too_many_bytes, nobody_asked, again_and_again, another_frame,
+    too_many_pieces, empty_pieces,
+)  # fmt: skip
+FAILURES = (one_large_frame, lacks_it, dies, dies_between_pieces, is_silent)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +240,21 @@ async def test_what_a_server_sent_before_it_died_is_not_sent_again(model: Model)
         await asyncio.to_thread(files.fetch, [(files.path, 0, len(model.bytes))])
         assert files.path.read_bytes() == model.bytes
         assert honest.num_asked == NUM_PARTS - 2
+
+
+async def wait() -> int:
+    """Lets a server that computes send a piece of a third of a part."""
+    await asyncio.sleep(0)
+    return PART_BYTES // 3
+
+
+async def test_a_server_that_computes_sends_parts_in_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(part_sender, "_wait", wait)
+    async with honest_server(model, is_computing=True) as server:
+        fetcher = fetcher_of(model, [server])
+        files = await asyncio.to_thread(model.lacking, fetcher)
+        await asyncio.to_thread(files.fetch, [(files.path, 0, len(model.bytes))])
+        assert files.path.read_bytes() == model.bytes
 
 
 async def test_each_of_two_servers_sends_what_the_other_one_lacks(model: Model) -> None:
@@ -265,15 +301,17 @@ async def test_a_process_that_ends_waits_for_no_server(model: Model) -> None:
 
 
 class PlayedPeer:
-    """A peer that asks, and does not read while `num_waiting_bytes` says so."""
+    """A peer that asks, and does not read while `num_waiting_bytes` says so. It counts the frames that it gets."""
 
     def __init__(self) -> None:
-        self.num_waiting_bytes = 0
+        self.num_waiting_bytes = self.num_frames = 0
         self.sent: list[int] = []
 
     def send(self, control: Message, payload: Buffer = b"") -> None:
         assert isinstance(control, pb.Part)
-        self.sent.append(control.part)
+        self.num_frames += 1
+        if not control.has_more:
+            self.sent.append(control.part)
 
 
 @pytest.mark.parametrize(
@@ -301,4 +339,17 @@ async def test_a_peer_that_asks_for_much_or_does_not_read_costs_bounded_memory(m
     greedy.num_waiting_bytes = 0
     await until(lambda: len(greedy.sent) == MOST_ASKED)
     assert greedy.sent == list(range(MOST_ASKED))
+    await tasks.close()
+
+
+@pytest.mark.parametrize("takes_pieces", [False, True])
+async def test_a_server_that_computes_sends_pieces_to_peers_that_take_them(
+    model: Model, monkeypatch: pytest.MonkeyPatch, *, takes_pieces: bool
+) -> None:
+    monkeypatch.setattr(part_sender, "_wait", wait)
+    tasks, peer = TaskGroup(), PlayedPeer()
+    sender = PartSender(model.whole, model.digest, tasks, lambda: True)
+    sender.ask(pb.Fetch(manifest=model.digest, file=1, takes_pieces=takes_pieces), cast(Peer, peer))
+    await until(lambda: bool(peer.sent))
+    assert peer.num_frames == (4 if takes_pieces else 1)
     await tasks.close()

@@ -242,6 +242,8 @@ class _Link:
         self._timeout_s = timeout_s
         self._on_lie = on_lie
         self._asked: dict[PartNumber, asyncio.Future[Buffer | None]] = {}
+        # The pieces of parts that have begun to come.
+        self._begun: dict[PartNumber, bytearray] = {}
         self.stream: Stream = connect(
             server.address, self._accept, replace(between_servers(), max_frame_bytes=_MOST_FRAME_BYTES)
         )
@@ -263,7 +265,7 @@ class _Link:
             return None
         answer: asyncio.Future[Buffer | None] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
-        self.stream.send(pb.Fetch(manifest=self._digest, file=number.file, part=number.part))
+        self.stream.send(pb.Fetch(manifest=self._digest, file=number.file, part=number.part, takes_pieces=True))
         try:
             async with asyncio.timeout(self._timeout_s):
                 content = await answer
@@ -295,6 +297,7 @@ class _Link:
             if not answer.done():
                 answer.set_result(None)
         self._asked.clear()
+        self._begun.clear()
 
     def _accept(self, stream: Stream) -> Receiver:
         return self._receive
@@ -303,14 +306,29 @@ class _Link:
         match frame.control:
             case pb.Welcome():
                 return
-            case pb.Part(file=file, part=part, is_absent=is_absent):
-                number = PartNumber(file, part)
-                if number in self._asked and len(frame.payload) <= PART_BYTES:
-                    if not (answer := self._asked.pop(number)).done():
-                        answer.set_result(None if is_absent else frame.payload)
-                    return
+            case pb.Part() if self._take(frame.control, frame.payload):
+                return
         if not self.is_over:
             self._on_lie(self)
+
+    def _take(self, part: pb.Part, payload: Buffer) -> bool:
+        """Takes a part, or a piece of one. Returns False if nobody asked for it, or it is none."""
+        number = PartNumber(part.file, part.part)
+        if number not in self._asked:
+            return False
+        if part.has_more or number in self._begun:
+            pieces = self._begun.setdefault(number, bytearray())
+            if not payload or len(pieces) + len(payload) > PART_BYTES:
+                return False
+            pieces += payload
+            if part.has_more:
+                return True
+            payload = self._begun.pop(number)
+        if len(payload) > PART_BYTES:
+            return False
+        if not (answer := self._asked.pop(number)).done():
+            answer.set_result(None if part.is_absent else payload)
+        return True
 
     def _on_ended(self, ended: "asyncio.Future[StreamEnd]") -> None:
         self.fail()

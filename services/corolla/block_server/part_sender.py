@@ -1,6 +1,7 @@
 """Gives other block servers what they lack of the model's files, so slowly that no step of this server is late."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -17,14 +18,20 @@ MOST_ASKED: Final = 4
 _MOST_ASKED_BY_ALL: Final = 256
 _MOST_WAITING_BYTES: Final = 2 << 20
 """A stream gets the next part once fewer bytes than this wait for it, so memory is bounded where peers do not read."""
-_LOOK_S: Final = 0.005
-_PAUSE_S: Final = 0.02
-"""How long this server sends no part after each one, while it computes for sessions. A part takes the event loop a
-millisecond or two, most of it for TLS."""
+_LOOK_S: Final = 0.002
+_BYTES_PER_S: Final = 64 << 20
+"""How much this server sends while it computes for sessions. To encrypt and send that takes the event loop a sixteenth
+of its time."""
+_PIECE_S: Final = 0.001
+"""The time between two pieces of a part, or the time of a step on the event loop if that is longer."""
 
 
 class PartSender:
     """Sends parts of files, one at a time, in the order in which peers take turns.
+
+    While the server computes, a part leaves in pieces. The size of a piece follows from the time since the piece
+    before, so that each step waits for the same small share of its own time: steps of a millisecond for 64 KiB, steps
+    of ten milliseconds for ten times that.
 
     Args:
         digest: the SHA-256 of the files' manifest.
@@ -36,7 +43,7 @@ class PartSender:
         self._digest = digest
         self._tasks = tasks
         self._is_computing = is_computing
-        self._asked: dict[Peer, deque[PartNumber]] = {}
+        self._asked: dict[Peer, deque[pb.Fetch]] = {}
         self._turns = asyncio.Lock()
 
     def ask(self, fetch: pb.Fetch, peer: Peer) -> None:
@@ -46,31 +53,55 @@ class PartSender:
             MalformedMessage: there is no such part.
             QueueFull: the peer, or all peers together, have asked for too many parts.
         """
-        number = PartNumber(fetch.file, fetch.part)
-        if fetch.manifest != self._digest or not self._files.has(number):
+        if fetch.manifest != self._digest or not self._files.has(PartNumber(fetch.file, fetch.part)):
             raise MalformedMessage("fetch", "names a part of other files than this server has")
         asked = self._asked.get(peer, deque())
         if len(asked) >= MOST_ASKED or sum(map(len, self._asked.values())) >= _MOST_ASKED_BY_ALL:
             raise QueueFull("too many parts of the model's files were asked for at once")
-        asked.append(number)
+        asked.append(fetch)
         if peer not in self._asked:
             self._asked[peer] = asked
             self._tasks.start(self._send_all(asked, peer), "send_parts")
 
-    async def _send_all(self, asked: deque[PartNumber], peer: Peer) -> None:
+    async def _send_all(self, asked: deque[pb.Fetch], peer: Peer) -> None:
+        following: asyncio.Future[bytes | None] | None = None
         try:
             while asked:
                 if peer.num_waiting_bytes > _MOST_WAITING_BYTES:
                     await asyncio.sleep(_LOOK_S)
                     continue
+                content = await (following or self._read(asked[0]))
+                # A thread reads the next part while this one leaves.
+                following = self._read(asked[1]) if len(asked) > 1 else None
                 async with self._turns:
-                    await self._send(asked[0], peer)
+                    await self._send(asked[0], content, peer)
                 asked.popleft()
         finally:
+            if following is not None:
+                following.cancel()
             del self._asked[peer]
 
-    async def _send(self, number: PartNumber, peer: Peer) -> None:
-        content = await asyncio.to_thread(self._files.read, number)
-        peer.send(pb.Part(file=number.file, part=number.part, is_absent=content is None), content or b"")
-        if content is not None and self._is_computing():
-            await asyncio.sleep(_PAUSE_S)
+    def _read(self, fetch: pb.Fetch) -> asyncio.Future[bytes | None]:
+        number = PartNumber(fetch.file, fetch.part)
+        return asyncio.get_running_loop().run_in_executor(None, self._files.read, number)
+
+    async def _send(self, fetch: pb.Fetch, content: bytes | None, peer: Peer) -> None:
+        part = pb.Part(file=fetch.file, part=fetch.part, is_absent=content is None)
+        left, num_allowed = memoryview(content or b""), 0
+        while left and self._is_computing():
+            num_allowed += await _wait()
+            if num_allowed >= len(left):
+                break
+            if fetch.takes_pieces and num_allowed:
+                part.has_more = True
+                peer.send(part, left[:num_allowed])
+                left, num_allowed = left[num_allowed:], 0
+        part.has_more = False
+        peer.send(part, left)
+
+
+async def _wait() -> int:
+    """Waits for one turn of the event loop or more. Returns how many bytes may be sent for the time that this took."""
+    began_s = time.monotonic()
+    await asyncio.sleep(_PIECE_S)
+    return int((time.monotonic() - began_s) * _BYTES_PER_S)

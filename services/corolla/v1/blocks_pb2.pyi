@@ -1834,22 +1834,26 @@ class Fetch(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    TAKES_PIECES_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """The SHA-256 of the manifest."""
     file: _builtins.int
     """0: the manifest itself; otherwise the number of the file in the manifest, counted from 1."""
     part: _builtins.int
     """The number of the part, of 1 MiB each, counted from 0."""
+    takes_pieces: _builtins.bool
+    """Whether the sender of Fetch takes a part in pieces, which a server that computes sends."""
     def __init__(
         self,
         *,
         manifest: _builtins.bytes = ...,
         file: _builtins.int = ...,
         part: _builtins.int = ...,
+        takes_pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "manifest", b"manifest", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "manifest", b"manifest", "part", b"part", "takes_pieces", b"takes_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1862,20 +1866,24 @@ class Part(_message.Message):
     FILE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     IS_ABSENT_FIELD_NUMBER: _builtins.int
+    HAS_MORE_FIELD_NUMBER: _builtins.int
     file: _builtins.int
     part: _builtins.int
     is_absent: _builtins.bool
     """Whether this server lacks the part; the payload is then empty."""
+    has_more: _builtins.bool
+    """Whether the payload is a piece that is not the last one of the part. It is not empty, and the next piece follows it."""
     def __init__(
         self,
         *,
         file: _builtins.int = ...,
         part: _builtins.int = ...,
         is_absent: _builtins.bool = ...,
+        has_more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "is_absent", b"is_absent", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "has_more", b"has_more", "is_absent", b"is_absent", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
