@@ -22,6 +22,7 @@ from corolla.local.processes import ManagedProcess, block_server_process
 from corolla.local.stack import Stack
 from corolla.local.supervisor import StackEvent
 from corolla.sdk.async_client import AsyncClient
+from corolla.trust.workload import Role
 from corolla.v1 import blocks_pb2, blocks_pb2_grpc, router_pb2
 
 _STATUS_TIMEOUT_S: Final = 10.0
@@ -158,6 +159,16 @@ class Chain:
     def servers(self) -> tuple[ManagedProcess, ...]:
         """The block servers, dead ones included."""
         return self._stack.servers
+
+    @property
+    def placed(self) -> Sequence[router_pb2.ServerDescription]:
+        """The block servers as the router describes them."""
+        placement = self._stack.placement()
+        return [each.server for each in placement.servers] if placement is not None else []
+
+    def certificates(self, role: Role, name: str) -> Path:
+        """A folder with a certificate of the stack, which has to be secure, for one more process."""
+        return self._stack._identities.folder_of(role, name)  # type: ignore[union-attr]
 
     def is_alive(self, server: ManagedProcess) -> bool:
         return self._stack.pid(server.name) is not None
