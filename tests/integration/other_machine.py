@@ -1,4 +1,4 @@
-"""Another machine: a network namespace of this one, with one link to it. Root alone may make one."""
+"""Other machines: network namespaces of this one, with links to it and to each other. Root alone may make them."""
 
 import os
 import subprocess
@@ -42,29 +42,46 @@ class OtherMachine:
 @contextmanager
 def other_machine() -> Iterator[OtherMachine]:
     """Yields a namespace that is deleted afterwards; this machine itself where namespaces cannot be made."""
-    number = os.getpid() % 16_000
-    name, near, far = f"corolla-{number}", f"cn{number}", f"cf{number}"
-    first_host, host = (f"fd61::{number:x}:{each}" for each in (1, 2))
-    first_host_4, host_4 = (f"10.{61 + number // 250}.{number % 250}.{each}" for each in (1, 2))
+    with other_machines(1) as (machine,):
+        yield machine
+
+
+@contextmanager
+def other_machines(number: int) -> Iterator[list[OtherMachine]]:
+    """Yields namespaces that reach each other and this machine; all of them are this one where none can be made."""
+    own = os.getpid() % 16_000
+    bridge, prefix, prefix_4 = f"cb{own}", f"fd61::{own:x}", f"10.{61 + own // 250}.{own % 250}"
+    names = [f"corolla-{own}-{each}" for each in range(number)]
     made = [
-        ("netns", "add", name),
-        ("link", "add", near, "type", "veth", "peer", "name", far, "netns", name),
-        ("addr", "add", f"{first_host}/64", "dev", near, "nodad"),
-        ("addr", "add", f"{first_host_4}/30", "dev", near),
-        ("link", "set", near, "up"),
-        ("-n", name, "addr", "add", f"{host}/64", "dev", far, "nodad"),
-        ("-n", name, "addr", "add", f"{host_4}/30", "dev", far),
-        ("-n", name, "link", "set", far, "up"),
-        ("-n", name, "link", "set", "lo", "up"),
+        ("link", "add", bridge, "type", "bridge"),
+        ("addr", "add", f"{prefix}:1/112", "dev", bridge, "nodad"),
+        ("addr", "add", f"{prefix_4}.1/24", "dev", bridge),
+        ("link", "set", bridge, "up"),
     ]
+    for each, name in enumerate(names):
+        near, far = f"cn{own}-{each}", f"cf{own}-{each}"
+        made += [
+            ("netns", "add", name),
+            ("link", "add", near, "type", "veth", "peer", "name", far, "netns", name),
+            ("link", "set", near, "master", bridge),
+            ("link", "set", near, "up"),
+            ("-n", name, "addr", "add", f"{prefix}:{each + 2}/112", "dev", far, "nodad"),
+            ("-n", name, "addr", "add", f"{prefix_4}.{each + 2}/24", "dev", far),
+            ("-n", name, "link", "set", far, "up"),
+            ("-n", name, "link", "set", "lo", "up"),
+        ]
     try:
         if all(_succeeds(*each) for each in made):
-            yield OtherMachine(first_host, host, first_host_4, ("ip", "netns", "exec", name))
+            yield [
+                OtherMachine(f"{prefix}:1", f"{prefix}:{each + 2}", f"{prefix_4}.1", ("ip", "netns", "exec", name))
+                for each, name in enumerate(names)
+            ]
         else:
-            yield OtherMachine()
+            yield [OtherMachine()] * number
     finally:
-        _succeeds("link", "del", near)
-        _succeeds("netns", "del", name)
+        for name in names:
+            _succeeds("netns", "del", name)
+        _succeeds("link", "del", bridge)
 
 
 def _succeeds(*arguments: str) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from corolla.chassis.errors import NoChain
 from corolla.local.ports import Ports
 from tests.architecture.sources import ROOT
 from tests.checkpoints import make_tiny_checkpoint
-from tests.integration.other_machine import OtherMachine, other_machine
+from tests.integration.other_machine import OtherMachine, other_machines
 from tests.integration.running_up import COROLLA, RunningUp
 from tests.reference import Unsplit
 
@@ -41,18 +42,22 @@ class Joined:
     """`corolla join --json` as a child on another machine, with a state folder and a cache of its own.
 
     If that is a namespace, it lacks the folder of the model.
+
+    Args:
+        first: the folder that it lacks; None: the one in `folder`.
     """
 
     def __init__(
-        self, folder: Path, machine: OtherMachine, command: Sequence[str], variables: Mapping[str, str], token: str = ""
-    ) -> None:
+        self, folder: Path, machine: OtherMachine, command: Sequence[str], variables: Mapping[str, str],
+        token: str = "", options: Sequence[str] = ("--capacity-blocks", "2"), first: Path | None = None,
+    ) -> None:  # fmt: skip
         self.errors = folder / "join-errors"
         folders = {"XDG_STATE_HOME": str(folder / "other-machine"), "COROLLA_CACHE": str(cache(folder))}
         environment = {**os.environ, **folders, **variables}
-        options = ["--json", "--capacity-blocks", "2", "--log-folder", str(folder / "join-logs")]
+        options = ["--json", *options, "--log-folder", str(folder / "join-logs")]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [*machine.without(folder / "first"), *command, *options],
+                [*machine.without(first or folder / "first"), *command, *options],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
             )  # fmt: skip
         assert self.process.stdin is not None
@@ -101,24 +106,37 @@ def cache(folder: Path) -> Path:
     return folder / "other-cache"
 
 
-@pytest.fixture
-def machine() -> Iterator[OtherMachine]:
+@contextmanager
+def machines(number: int) -> Iterator[list[OtherMachine]]:
     with (Path(tempfile.gettempdir()) / "corolla-tests-share.lock").open("w") as lock:
         # Shared stacks of one machine would race for the usual ports.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with other_machine() as machine:
-            yield machine
+        with other_machines(number) as others:
+            yield others
+
+
+@contextmanager
+def running_up(folder: Path, machine: OtherMachine, *options: str) -> Iterator[RunningUp]:
+    shared = ("--share", "--share-host", machine.first_host, "--state-folder", str(folder / "state"))
+    ports = ("--issuer-port", str(Ports().free()), "--router-port", str(Ports().free()))
+    running = RunningUp(folder, *shared, *ports, "--model", str(model(folder)), "--threads", "1", *options)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.end()
+
+
+@pytest.fixture
+def machine() -> Iterator[OtherMachine]:
+    with machines(1) as (machine,):
+        yield machine
 
 
 @pytest.fixture
 def up(folder: Path, machine: OtherMachine) -> Iterator[RunningUp]:
-    shared = ("--share", "--share-host", machine.first_host, "--state-folder", str(folder / "state"))
-    ports = ("--issuer-port", str(Ports().free()), "--router-port", str(Ports().free()))
-    served = ("--model", str(model(folder)), "--blocks", "0:3", "--threads", "1")
-    running = RunningUp(folder, *shared, *ports, *served)
-    yield running
-    if running.process.poll() is None:
-        running.end()
+    with running_up(folder, machine, "--blocks", "0:3") as running:
+        yield running
 
 
 def tokens(folder: Path, *arguments: str) -> str:
@@ -126,11 +144,11 @@ def tokens(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def assert_fetched(folder: Path, machine: OtherMachine) -> None:
+def assert_fetched(folder: Path, machine: OtherMachine, whole: Path) -> None:
     """A machine that lacks the model has fetched its files, and none that the model has not."""
     if machine.prefix:
         (fetched,) = (cache(folder) / "models").glob("*/tiny")
-        assert {each.name for each in fetched.iterdir()} <= {each.name for each in model(folder).iterdir()}
+        assert {each.name for each in fetched.iterdir()} <= {each.name for each in whole.iterdir()}
 
 
 def status_there(folder: Path, machine: OtherMachine, up: RunningUp) -> list[str]:
@@ -190,7 +208,7 @@ def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine
     assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 8).token_ids
     joined.wait_for("ready")
     assert status_there(folder, machine, up) == ["0:3", "3:5"]
-    assert_fetched(folder, machine)
+    assert_fetched(folder, machine, model(folder))
     joined.process.send_signal(signal.SIGINT)
     assert joined.process.wait(60) == 0, joined.errors.read_text()
     servers(up, 1)
@@ -211,6 +229,31 @@ def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine
     assert "was revoked" in again.errors.read_text()
     servers(up, 1)
     client.close()
+
+
+def test_three_machines_serve_a_model_that_none_of_them_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has room for two of its five blocks, and only the first has its files."""
+    make_tiny_checkpoint("llama", model(tmp_path), config_changes={"hidden_size": 256, "intermediate_size": 512})
+    monkeypatch.setenv("COROLLA_WEIGHTS_MIB", "5")
+    with machines(2) as others, running_up(tmp_path, others[0], "--servers", "1") as up:
+        token, joined = tokens(tmp_path, "new"), list[Joined]()
+        for number, machine in enumerate(others):
+            place = tmp_path / f"machine {number}"
+            place.mkdir()
+            join = [*COROLLA, "join", up.addresses["join"], "--threads", "1"]
+            joined.append(Joined(place, machine, join, {}, token, (), tmp_path / "first"))
+        up.wait_for(lambda event: event["event"] == "ready")
+        with Client(up.addresses["client"]) as client:
+            answer = client.generate(TEXT, max_tokens=16)
+        unsplit = Unsplit(model(tmp_path))
+        assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 16).token_ids
+        servers(up, 3)
+        for number, (machine, each) in enumerate(zip(others, joined, strict=True)):
+            each.wait_for("ready")
+            assert_fetched(tmp_path / f"machine {number}", machine, model(tmp_path))
+            each.process.send_signal(signal.SIGINT)
+        for each in joined:
+            assert each.process.wait(60) == 0, each.errors.read_text()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze comes with systemd")
