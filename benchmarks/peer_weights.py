@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -83,7 +83,11 @@ def _idle(folder: Path, num_mib: int, num_rounds: int) -> Iterator[Figure]:
                 port = _process(copying, "send", str(file), str(folder / "tls")).stdout.readline().strip()
                 return _speed("receive", str(folder / "copy"), str(folder / "tls"), f"127.0.0.1:{port}")
 
-        sides = {"bare copy": copied, "one peer": partial(fetched, 1), "two peers": partial(fetched, 2)}
+        sides: dict[str, Callable[[], float]] = {
+            "bare copy": copied,
+            "one peer": partial(fetched, 1),
+            "two peers": partial(fetched, 2),
+        }
         speeds = interleaved(sides, num_rounds)
     for name, found in speeds.items():
         yield figure(f"{num_mib} MiB, {name}", "MiB/s", found)

@@ -19,19 +19,19 @@ _MOST_ASKED_BY_ALL: Final = 256
 _MOST_WAITING_BYTES: Final = 2 << 20
 """A stream gets the next part once fewer bytes than this wait for it, so memory is bounded where peers do not read."""
 _LOOK_S: Final = 0.002
-_BYTES_PER_S: Final = 64 << 20
-"""How much this server sends while it computes for sessions. To encrypt and send that takes the event loop a sixteenth
-of its time."""
-_PIECE_S: Final = 0.001
-"""The time between two pieces of a part, or the time of a step on the event loop if that is longer."""
+_BYTES_PER_S: Final = 48 << 20
+"""How much this server sends while it computes for sessions."""
+_PIECE_S: Final = 0.002
+"""The time between two pieces of a part, or the time of a step on the event loop if that is longer. Smaller pieces take
+the loop more time in all, and larger ones more at once."""
 
 
 class PartSender:
     """Sends parts of files, one at a time, in the order in which peers take turns.
 
     While the server computes, a part leaves in pieces. The size of a piece follows from the time since the piece
-    before, so that each step waits for the same small share of its own time: steps of a millisecond for 64 KiB, steps
-    of ten milliseconds for ten times that.
+    before, so that each step waits for the same small share of its own time: steps of two milliseconds for 96 KiB,
+    steps of ten milliseconds for five times that.
 
     Args:
         digest: the SHA-256 of the files' manifest.
