@@ -12,7 +12,6 @@ from typing import cast
 import pytest
 from google.protobuf.message import Message
 
-from corolla.block_server import part_sender
 from corolla.block_server.part_fetcher import PartFetcher
 from corolla.block_server.part_sender import MOST_ASKED, PartSender
 from corolla.block_server.peers import Peer
@@ -102,7 +101,7 @@ async def honest_server(
     model: Model, files: SharedFiles | None = None, *, is_computing: bool = False
 ) -> AsyncIterator[PlayedServer]:
     tasks, peers = TaskGroup(), dict[Stream, Peer]()
-    sender = PartSender(files or model.whole, model.digest, tasks, lambda: is_computing)
+    sender = PartSender(files or model.whole, model.digest, tasks, lambda: is_computing, wait)
 
     def answer(stream: Stream, fetch: pb.Fetch) -> None:
         sender.ask(fetch, peers.setdefault(stream, Peer(b"", stream)))
@@ -248,8 +247,7 @@ async def wait() -> int:
     return PART_BYTES // 3
 
 
-async def test_a_server_that_computes_sends_parts_in_pieces(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_sender, "_wait", wait)
+async def test_a_server_that_computes_sends_parts_in_pieces(model: Model) -> None:
     async with honest_server(model, is_computing=True) as server:
         fetcher = fetcher_of(model, [server])
         files = await asyncio.to_thread(model.lacking, fetcher)
@@ -343,12 +341,9 @@ async def test_a_peer_that_asks_for_much_or_does_not_read_costs_bounded_memory(m
 
 
 @pytest.mark.parametrize("takes_pieces", [False, True])
-async def test_a_server_that_computes_sends_pieces_to_peers_that_take_them(
-    model: Model, monkeypatch: pytest.MonkeyPatch, *, takes_pieces: bool
-) -> None:
-    monkeypatch.setattr(part_sender, "_wait", wait)
+async def test_a_server_that_computes_sends_pieces_to_peers_that_take_them(model: Model, *, takes_pieces: bool) -> None:
     tasks, peer = TaskGroup(), PlayedPeer()
-    sender = PartSender(model.whole, model.digest, tasks, lambda: True)
+    sender = PartSender(model.whole, model.digest, tasks, lambda: True, wait)
     sender.ask(pb.Fetch(manifest=model.digest, file=1, takes_pieces=takes_pieces), cast(Peer, peer))
     await until(lambda: bool(peer.sent))
     assert peer.num_frames == (4 if takes_pieces else 1)

@@ -312,7 +312,7 @@ class _Link:
             self._on_lie(self)
 
     def _take(self, part: pb.Part, payload: Buffer) -> bool:
-        """Takes a part, or a piece of one. Returns False if nobody asked for it, or it is none."""
+        """Takes a part, or a piece of one. Returns False if this link did not ask for it, or it has a wrong length."""
         number = PartNumber(part.file, part.part)
         if number not in self._asked:
             return False

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from corolla.block_server.peers import Peer
@@ -36,13 +36,22 @@ class PartSender:
     Args:
         digest: the SHA-256 of the files' manifest.
         is_computing: says whether sessions run on this server.
+        wait: waits before a piece, and returns how many bytes it may have.
     """
 
-    def __init__(self, files: SharedFiles, digest: bytes, tasks: TaskGroup, is_computing: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        files: SharedFiles,
+        digest: bytes,
+        tasks: TaskGroup,
+        is_computing: Callable[[], bool],
+        wait: Callable[[], Awaitable[int]] | None = None,
+    ) -> None:
         self._files = files
         self._digest = digest
         self._tasks = tasks
         self._is_computing = is_computing
+        self._wait = wait or _wait
         self._asked: dict[Peer, deque[pb.Fetch]] = {}
         self._turns = asyncio.Lock()
 
@@ -89,7 +98,7 @@ class PartSender:
         part = pb.Part(file=fetch.file, part=fetch.part, is_absent=content is None)
         left, num_allowed = memoryview(content or b""), 0
         while left and self._is_computing():
-            num_allowed += await _wait()
+            num_allowed += await self._wait()
             if num_allowed >= len(left):
                 break
             if fetch.takes_pieces and num_allowed:
