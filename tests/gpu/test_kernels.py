@@ -11,7 +11,7 @@ from tests.triton_kernels import ROOT, gpu_environment
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")]
 
 
-@pytest.mark.parametrize("module", ["adapters", "choices", "kernels", "mixtures", "packed", "spans"])
+@pytest.mark.parametrize("module", ["adapters", "choices", "kernels", "mixtures", "packed", "spans", "states"])
 def test_kernels_on_the_device(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "full or not full",

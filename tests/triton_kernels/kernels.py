@@ -14,7 +14,7 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from corolla.cache.codecs import CODECS
-from corolla.kernels.triton import device_code
+from corolla.kernels.triton import device_code, launches
 from corolla.kernels.triton.launches import (
     HeadNorms,
     activate,
@@ -331,6 +331,9 @@ def test_a_token_with_many_pages_has_the_bits_of_a_chunk(
         texts.spoil(0, length - window)
     for rows in ([(0, length - 1, length)], [(1, 39, 40), (0, length - 1, length)]):
         assert torch.equal(texts.step(rows, window, None, sinks)[-1], chunk[-1:])
+    # Where there is no room for the results of all pages.
+    monkeypatch.setattr(launches, "MOST_PART_BYTES", 0)
+    assert torch.equal(texts.step([(0, length - 1, length)], window, None, sinks)[-1], chunk[-1:])
 
 
 @pytest.mark.parametrize("kind", CODECS)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from corolla.kernels.triton import expert_launches, launches
+from corolla.kernels.triton import expert_launches, launches, state_launches
 from corolla.kernels.triton.variants import Grid, Variant
 from tests.recorded_steps import PlacesOfTensors, Recorder, run_without_keeping
 
@@ -31,7 +31,7 @@ def record(step: Callable[[], None], warm_up: Callable[[], None]) -> Callable[[]
         recorder.add(launch, (of, grid, *arguments), {})
 
     with pytest.MonkeyPatch.context() as patch, PlacesOfTensors(recorder), recorder:
-        for module in (launches, expert_launches):
+        for module in (launches, expert_launches, state_launches):
             patch.setattr(module, "launch", recorded)
         step()
     return recorder.replay

@@ -5,13 +5,16 @@ computed from them, so a session keeps the states of two positions: the newest, 
 Position 0 needs no state.
 """
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Self
 
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
+
+from corolla.chassis.errors import OutOfPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,90 @@ class LayerState:
 LayerStates = Mapping[int, LayerState]
 """The states of layers, by the layer's index within the server's span."""
 
+NO_SLOT: Final = -1
+"""Stands for the slot of a session that begins: its states are zeros."""
+
 _NOTHING: Final[LayerStates] = MappingProxyType({})
+
+
+class StateTable:
+    """The states of all sessions in tensors that stay where they are, for kernels of GPUs.
+
+    A slot has the states of all recurrent layers of one session at one position. It is written by one step, and then
+    read until no session holds it any more.
+
+    Args:
+        num_slots: how many slots sessions may have.
+
+    Attributes:
+        scratch_slot: one more slot, for states that no session will read.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.scratch_slot = num_slots
+        self._tensors: dict[int, tuple[Tensor, ...]] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    def tensors_like(self, layer: int, state: LayerState) -> tuple[Tensor, ...]:
+        """The states of a layer in all slots; makes the tensors if they do not exist yet.
+
+        Args:
+            layer: the layer's index within the span.
+            state: has the shapes, dtypes and devices of the layer's states, see `LayerState.shape`.
+
+        Returns:
+            `[slots, channels, kernel]` and, if there is one, `[slots, heads, key size, value size]`.
+        """
+        if layer not in self._tensors:
+            self._tensors[layer] = tuple(
+                each.new_empty(self.scratch_slot + 1, *each.shape[1:]) for each in state.tensors
+            )
+        return self._tensors[layer]
+
+    def take(self) -> "SlotStates":
+        """A slot whose states are still to be written.
+
+        Raises:
+            OutOfPages: sessions have all slots.
+        """
+        if not self._free:
+            raise OutOfPages("a block server has too few slots for recurrent states")
+        return SlotStates(self._tensors, self._free)
+
+    def copied(self, states: LayerStates) -> "SlotStates":
+        """A slot with a copy of states that lie elsewhere."""
+        slot = self.take()
+        for layer, state in states.items():
+            for tensor, own in zip(self.tensors_like(layer, state.shape()), state.tensors, strict=True):
+                tensor[slot.number].copy_(own[0])
+        return slot
+
+
+class SlotStates(Mapping[int, LayerState]):
+    """The states of a slot, which goes back to its table once nothing holds this object.
+
+    Args:
+        tensors: the tensors of the table, by layer, see `StateTable.tensors_like`: `[slots, ...]` each, in the dtypes
+            and on the device of states.
+        free: the numbers of free slots, at least one.
+
+    Attributes:
+        number: the number of the slot.
+    """
+
+    def __init__(self, tensors: Mapping[int, tuple[Tensor, ...]], free: list[int]) -> None:
+        self.number = free.pop()
+        self._tensors = tensors
+        weakref.finalize(self, free.append, self.number).atexit = False
+
+    def __getitem__(self, layer: int) -> LayerState:
+        return LayerState(*(tensor.narrow(0, self.number, 1) for tensor in self._tensors[layer]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 class SessionStates:
@@ -74,6 +160,7 @@ class SessionStates:
     def __init__(self) -> None:
         self.computed: dict[int, LayerState] = {}
         self._kept: dict[int, LayerStates] = {}  # by rising position
+        self._written: tuple[int, SlotStates] | None = None
 
     def __contains__(self, position: object) -> bool:
         return position == 0 or position in self._kept
@@ -96,17 +183,43 @@ class SessionStates:
         """The states at a position; empty for position 0. Raises KeyError if they are not kept."""
         return self._kept[position] if position else _NOTHING
 
+    def slots(self, position: int, num_tokens: int, table: StateTable) -> tuple[int, int]:
+        """The slots of a table that a step from `position` on reads and writes; the first is NO_SLOT at position 0.
+
+        A step that is prepared again, or anew after one that failed, writes the same slot.
+
+        Raises:
+            OutOfPages: sessions have all slots.
+            KeyError: the states at the position are not kept.
+        """
+        source, end = NO_SLOT, position + num_tokens
+        if position:
+            held = self.at(position)
+            if not isinstance(held, SlotStates):
+                # Another server, or the family's own code, has computed them.
+                held = self._kept[position] = table.copied(held)
+            source = held.number
+        if self._written is None:
+            self._written = (end, table.take())
+        self._written = (end, self._written[1])
+        return source, self._written[1].number
+
     def commit(self, position: int) -> None:
         """Keeps the computed states as the states at `position`. Of older states, it keeps the step's beginning."""
         newest = max(self._kept, default=0)
         began = {newest: self._kept[newest]} if newest else {}
-        self._kept = {**began, position: self.computed}
+        computed: LayerStates = self.computed
+        if not computed and self._written is not None and self._written[0] == position:
+            computed, self._written = self._written[1], None
+        self._kept = {**began, position: computed}
         self.computed = {}
 
     def truncate(self, position: int) -> None:
         """Forgets the states after a position."""
         self._kept = {each: states for each, states in self._kept.items() if each <= position}
         self.computed = {}
+        if not position:
+            self._written = None
 
     def arrive(self, position: int, states: LayerStates) -> None:
         """Keeps states that another server computed. Of older states, it keeps the newest.

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
 from corolla.cache.host_pages import HostPages
-from corolla.cache.layout import LayerGroups
+from corolla.cache.layout import NUM_KEPT_STATES, LayerGroups
 from corolla.cache.pages import PagePool
 from corolla.cache.prefixes import ExpectedText, PrefixName, longest_match
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.snapshots import StateSnapshots
-from corolla.cache.states import LayerState, LayerStates, SessionStates
+from corolla.cache.states import LayerState, LayerStates, SessionStates, StateTable
 from corolla.cache.tables import Extent
 from corolla.wire.device_copies import hand_to_steps, on_copy_stream, record_copies
 from corolla.wire.span import Span
@@ -44,6 +44,7 @@ class KVStore:
         scratch_page: the id of the scratch page; None without one.
         snapshots: the states at the ends of pages of the prefix cache.
         state_shapes: the shapes of the states of recurrent layers that were used, by layer.
+        state_table: the states of all sessions, where kernels of a GPU compute them; None: each session has its own.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class KVStore:
         self.recurrent = frozenset(recurrent)
         self.pageless = frozenset(pageless)
         self.num_state_pages = num_state_pages
+        self._num_snapshots = num_snapshots
         self.snapshots = StateSnapshots[LayerStates](num_snapshots)
         self.state_shapes: dict[int, LayerState] = {}
+        self.state_table: StateTable | None = None
         self.pool = PagePool(num_pages, page_tokens)
         self.groups = LayerGroups.from_windows(windows, self.pageless)
         self.rules = self.groups.rules(max_step_tokens)
@@ -137,6 +140,12 @@ class KVStore:
             value_shapes = [(heads, size) for heads, _, size in self._key_shapes]
             self._tensors[index] = (self._made(keys, key_shapes), self._made(values, value_shapes))
         return self.layer(layer)
+
+    def use_state_table(self) -> StateTable:
+        """Gives all sessions a table of states, for as many sessions as pages can be promised to, and for snapshots."""
+        num_sessions = self.pool.num_pages // (1 + self.num_state_pages)
+        self.state_table = StateTable(NUM_KEPT_STATES * num_sessions + self._num_snapshots)
+        return self.state_table
 
     def encoded(self, numbers: Tensor) -> Tensor:
         """The stored form `[..., stored size]` of `numbers`, keys or values `[..., head_dim]`, on the same device.
@@ -394,6 +403,17 @@ class SessionCache(SessionPages):
             except BaseException:
                 self.truncate(self.nearest_position(position - position % self.pool.page_tokens))
                 raise
+
+    def state_slots(self, position: int, num_tokens: int) -> tuple[int, int]:
+        """The slots of the table of states that a step reads and writes; see `SessionStates.slots`.
+
+        Raises:
+            OutOfPages: sessions have all slots.
+            ValueError: the session has no states in a table.
+        """
+        if self.states is None or self.store.state_table is None:
+            raise ValueError("the session has no states in a table")
+        return self.states.slots(position, num_tokens, self.store.state_table)
 
     def gather(self, layer: int, end: int, start: int = 0) -> tuple[Tensor, Tensor]:
         """Copies the decoded keys and values of positions `[start, end)`, `[key heads, end - start, head_dim]` each.

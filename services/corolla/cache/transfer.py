@@ -77,7 +77,7 @@ def read_tokens(
     )
     copy = TokenCopy(position, num_tokens, first_tokens, b"", has_states)
     held = cache.states.at(copy.end) if has_states and cache.states is not None else {}
-    states = [tensor for layer in sorted(held) for tensor in held[layer].tensors]
+    states = [tensor for layer in layers if layer in held for tensor in held[layer].tensors]
     num_paged_bytes = _paged_bytes(store, layers, copy)
     device = _device(store, layers)
     gathered = torch.empty(num_paged_bytes + sum(each.nbytes for each in states), dtype=torch.uint8, device=device)

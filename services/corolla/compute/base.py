@@ -6,14 +6,17 @@ A `BlockRunner` prepares, launches and finishes steps, whatever way computes the
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from corolla.cache.store import SessionCache
-from corolla.compute.attention.base import AttentionBatch
+from corolla.cache.store import KVStore, SessionCache
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, PackedRow
+from corolla.compute.low_rank import LowRankTable
 from corolla.compute.prompts import BlockPrompts
+from corolla.kernels.state_rows import StateRows
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.wire.device_copies import Reading
 from corolla.wire.span import Span
@@ -58,6 +61,7 @@ class PackedStep:
         end: a number above all positions.
         batch: the rows, as attention takes them.
         adapters: the rows' adapters, as `Blocks.adapters` returns them.
+        states: the slots of the rows' recurrent states, where the store has a table of them; else None.
     """
 
     rows: Sequence[RowWork]
@@ -65,6 +69,40 @@ class PackedStep:
     end: int
     batch: AttentionBatch
     adapters: Any = None
+    states: StateRows | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[RowWork],
+        store: KVStore,
+        backend: AttentionBackend,
+        device: torch.device,
+        adapters: Any = None,
+    ) -> Self:
+        """The step of rows whose pages may be written; one copy brings all numbers to the device.
+
+        Args:
+            store: the store of all rows' caches.
+            backend: the attention.
+            device: the device of hidden states.
+            adapters: see `PackedStep`.
+
+        Raises:
+            OutOfPages: the table of states has too few slots.
+        """
+        positions = [row.position + index for row in rows for index in range(row.num_tokens)]
+        ends = [*accumulate((row.num_tokens for row in rows), initial=0)]
+        packed = [PackedRow(row.cache, row.position, *place) for row, place in zip(rows, pairwise(ends), strict=True)]
+        numbers: list[tuple[Sequence[int], torch.dtype]] = [(positions, torch.int64)]
+        # The family's own code runs rows with adapters, and keeps their states by itself.
+        if store.state_table is not None and all(row.adapter is None for row in rows):
+            slots = [row.cache.state_slots(row.position, row.num_tokens) for row in rows]
+            of_tokens = [number for number, row in enumerate(rows) for _ in range(row.num_tokens)]
+            numbers += [([slot[which] for slot in slots], torch.int64) for which in (0, 1)]
+            numbers += [(ends, torch.int32), (of_tokens, torch.int32)]
+        batch, (position_ids, *states) = backend.batch(store, packed, device, numbers)
+        return cls(rows, position_ids, max(positions) + 1, batch, adapters, StateRows(*states) if states else None)
 
 
 class Blocks(ABC):
@@ -105,6 +143,41 @@ class Blocks(ABC):
 
         Returns:
             The output of the last layer, `[N, H]` in the same dtype, on the same device.
+        """
+
+
+class RecordableBlocks(Blocks):
+    """A way to compute blocks whose steps may be recorded: see `decode_graphs`.
+
+    A step without rows reads nothing but weights, the tensors of the step and of the store, and `kept_tables`.
+
+    Attributes:
+        low_rank: the adapters, multiplied by kernels; None: steps with adapters are not recorded.
+    """
+
+    low_rank: LowRankTable | None = None
+
+    @property
+    @abstractmethod
+    def num_layers(self) -> int:
+        """How many layers there are."""
+
+    @property
+    @abstractmethod
+    def first_of_kinds(self) -> Sequence[int]:
+        """The indices of the first layer of each kind: the layers of a kind launch the same kernels."""
+
+    @property
+    @abstractmethod
+    def page_part_bytes(self) -> int:
+        """The bytes that a single token's result for one page takes in a layer, at most."""
+
+    @property
+    @abstractmethod
+    def kept_tables(self) -> tuple[Tensor, ...]:
+        """The rotary tables that steps read now, and that a longer text replaces.
+
+        Each is `[positions, 2, rotary size]` in the dtype of hidden states or float32, on their device.
         """
 
 

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from corolla.cache.states import NO_SLOT
 from corolla.cache.store import KVStore, SessionCache
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch
 from corolla.kernels.page_tables import PageTables
+from corolla.kernels.state_rows import StateRows
 
 NewToken = tuple[SessionCache, int]
 """A session's cache, prepared for one more token, and the position of that token."""
@@ -21,7 +23,8 @@ class DecodeStep:
 
     Attributes:
         tokens: the new token of each row.
-        columns: the positions and then, for each group, slots and numbers of keys; each list ends with padding.
+        columns: the positions, the slots of states that are read and written if the store has a table of them, and
+            then, for each group, slots and numbers of keys; each list ends with padding.
         versions: for each group, the versions of the rows' page tables.
         slots: the slots of the rows' adapters in the table of adapters; None: no row has one.
     """
@@ -43,6 +46,8 @@ class DecodeBuffers:
         max_rows: the most rows of a step.
         max_tokens: the most tokens of a session; a step with a longer session does not fit.
         like: any tensor `[..., H]` with the dtype and device of hidden states.
+        most_pages: the most pages that all rows of a step hold together; a step with more does not fit. None: there is
+            no limit but the pages of the store.
 
     Attributes:
         max_tokens: the most tokens of a session.
@@ -51,7 +56,9 @@ class DecodeBuffers:
         output: `[max_rows, H]`, dtype and device of `like`, filled by the step.
     """
 
-    def __init__(self, store: KVStore, max_rows: int, max_tokens: int, like: Tensor) -> None:
+    def __init__(
+        self, store: KVStore, max_rows: int, max_tokens: int, like: Tensor, most_pages: int | None = None
+    ) -> None:
         if store.scratch_page is None:
             raise ValueError("padding needs a scratch page")
         self.max_tokens = max_tokens
@@ -69,10 +76,16 @@ class DecodeBuffers:
         ]  # fmt: skip
         # Rows that share pages count them once each; more than the store has twice is rare.
         self._max_pages = max_rows + 2 * store.pool.num_pages
-        # The columns are positions, then each group's slots and numbers of keys. These change with every step, and one
-        # copy writes them all.
+        if most_pages is not None:
+            self._max_pages = min(self._max_pages, most_pages)
+        # The columns are positions, slots of states, then each group's slots and numbers of keys. These change with
+        # every step, and one copy writes them all.
         scratch_slot = store.scratch_page * store.pool.page_tokens
-        self._written_columns = [[number] * max_rows for number in (0, *(scratch_slot, 1) * len(store.rules))]
+        table = store.state_table
+        self._padding_row = (0, *(() if table is None else (NO_SLOT, table.scratch_slot)))
+        self._written_columns = [
+            [number] * max_rows for number in (*self._padding_row, *(scratch_slot, 1) * len(store.rules))
+        ]
         self._columns = torch.tensor(self._written_columns, device=like.device)
         # The versions of the page tables that were written, for each group.
         self._written: list[list[int]] = [[] for _ in store.rules]
@@ -83,12 +96,23 @@ class DecodeBuffers:
         """The positions of the new tokens, int64 `[max_rows]`."""
         return self._columns[0]
 
+    def states(self, size: int) -> StateRows | None:
+        """The slots of the states of a step of `size`; None: there are none."""
+        if len(self._padding_row) == 1:
+            return None
+        sources, targets = self._columns[1:3, :size]
+        return StateRows(sources, targets, self._first_queries[: size + 1], self._first_queries[:size])
+
     def step(self, tokens: Sequence[NewToken]) -> DecodeStep | None:
         """The step of these new tokens; None if the buffers have no room for it."""
         padding, page_tokens = self._max_rows - len(tokens), self._store.pool.page_tokens
         if padding < 0 or any(position >= self.max_tokens for _, position in tokens):
             return None
-        columns, versions = [[position for _, position in tokens] + [0] * padding], []
+        versions: list[list[int]] = []
+        rows: list[tuple[int, ...]] = [(position,) for _, position in tokens]
+        if self._store.state_table is not None:
+            rows = [(position, *cache.state_slots(position, 1)) for cache, position in tokens]
+        columns = [[row[which] for row in rows] + [number] * padding for which, number in enumerate(self._padding_row)]
         scratch_slots, single_keys = [self._scratch_page * page_tokens] * padding, [1] * padding
         for group, pages in enumerate(self._pages):
             slots, num_keys, group_versions, num_pages = [], [], [], padding
@@ -145,7 +169,8 @@ class DecodeBuffers:
         A step calls this method itself, so that the tensor operations of the method are recorded with the step.
         """
         columns = self._columns[:, :size]
-        num_keys = [column.to(torch.int32) for column in columns[2::2]]
+        first = len(self._padding_row)
+        num_keys = [column.to(torch.int32) for column in columns[first + 1 :: 2]]
         page_tokens = self._store.pool.page_tokens
         num_pages = [(keys + (page_tokens - 1)) // page_tokens for keys in num_keys]
         tables = {
@@ -160,6 +185,6 @@ class DecodeBuffers:
             )
             for group, pages in enumerate(self._pages)
         }
-        slots = {group: columns[1 + 2 * group] for group in tables}
+        slots = {group: columns[first + 2 * group] for group in tables}
         prepared = {group: (each,) for group, each in tables.items()}
         return AttentionBatch(self._store, (), backend, slots=slots, prepared=prepared)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from corolla.compute.attention.base import AttentionBackend
-from corolla.compute.base import Embed, PackedStep
+from corolla.compute.base import Embed, PackedStep, RecordableBlocks
 from corolla.compute.decode_buffers import DecodeBuffers, DecodeStep, NewToken
 from corolla.compute.low_rank import NO_SLOT, RECORDED_RANK, LowRankBatch
-from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.adapters.products import SpanAdapter
 from corolla.models.cuda_capture import Record
 from corolla.wire.device_copies import to_copy
@@ -49,7 +48,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        blocks: TritonBlocks,
+        blocks: RecordableBlocks,
         buffers: DecodeBuffers,
         backend: AttentionBackend,
         record: Record,
@@ -57,7 +56,7 @@ class DecodeGraphs:
     ) -> None:
         self.num_replays = 0
         self._blocks = blocks
-        self._layers = range(len(blocks.span.layers))
+        self._layers = range(blocks.num_layers)
         self.buffers = buffers
         self._backend = backend
         self._low_rank = blocks.low_rank
@@ -70,7 +69,7 @@ class DecodeGraphs:
         self._sizes = sorted(sizes)
         # The recordings hold the addresses of these tables, so they must stay alive when the blocks replace them for
         # longer texts.
-        self._kept = blocks.span.rotary_tables
+        self._kept = blocks.kept_tables
 
     @property
     def max_rows(self) -> int:
@@ -83,13 +82,15 @@ class DecodeGraphs:
         Args:
             adapters: the adapters of all rows; empty: no row has one.
         """
-        step = self.buffers.step(tokens) if len(tokens) <= self.max_rows else None
-        if step is None or all(adapter is None for adapter in adapters):
-            return step
+        if len(tokens) > self.max_rows:
+            return None
+        if all(adapter is None for adapter in adapters):
+            return self.buffers.step(tokens)
         slots = None if self._low_rank is None else self._low_rank.slots(adapters)
         if slots is None or self._low_rank is None or self._low_rank.most_rank(slots) > RECORDED_RANK:
             return None
-        return replace(step, slots=slots)
+        step = self.buffers.step(tokens)
+        return None if step is None else replace(step, slots=slots)
 
     def prepare(self, step: DecodeStep) -> None:
         """Gives the device all of a step but its hidden states; `replay` then does not write that again."""
@@ -128,7 +129,7 @@ class DecodeGraphs:
         self, record: Record, sizes: Sequence[int], *, has_adapters: bool = False
     ) -> dict[int, Callable[[], None]]:
         # All layers of a kind launch the same kernels, so a warm-up has one of them.
-        both = (self._layers, self._blocks.span.first_of_kinds)
+        both = (self._layers, self._blocks.first_of_kinds)
         # The largest is recorded first, so that the others fit into its memory.
         return {
             size: record(*(partial(self._step, size, layers, has_adapters) for layers in both))
@@ -141,5 +142,5 @@ class DecodeGraphs:
         if has_adapters and self._low_rank is not None:
             adapters = LowRankBatch(self._low_rank, self._tiles[:size], RECORDED_RANK)
         batch = buffers.batch(size, self._backend)
-        step = PackedStep((), buffers.positions[:size], buffers.max_tokens, batch, adapters)
+        step = PackedStep((), buffers.positions[:size], buffers.max_tokens, batch, adapters, buffers.states(size))
         buffers.output[:size].copy_(self._blocks.forward(step, buffers.hidden[:size], layers))

@@ -10,13 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from corolla.compute.base import RowWork
+from corolla.compute.base import RecordableBlocks, RowWork
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import SIZES, DecodeGraphs
 from corolla.compute.device import give_back, is_out_of_memory
 from corolla.compute.span_runner import SpanRunner
-from corolla.compute.triton_blocks import TritonBlocks
 from corolla.kernels.kernel_trial import are_same, reason_of
+from corolla.kernels.page_tables import MOST_PART_BYTES
 from corolla.models.adapters.products import LowRank, PlaceKey, SpanAdapter
 from corolla.models.cuda_capture import Record
 from corolla.models.span_model import SpanModel
@@ -56,7 +56,7 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
         Why decode steps cannot be replayed, or None if the runner now replays them.
     """
     blocks = runner.blocks
-    if not isinstance(blocks, TritonBlocks):
+    if not isinstance(blocks, RecordableBlocks):
         # Operators of torch round by the size of a step, and a recorded step is padded.
         return f"the blocks run as {blocks.name}, which gives a row other bits in steps of other sizes"
     if runner.model.long_rope is not None:
@@ -68,7 +68,9 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
     began_s = time.perf_counter()
     try:
         like = torch.empty(0, runner.model.hidden_size, dtype=runner.model.dtype, device=runner.model.device)
-        buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like)
+        # A recording has room for the results of so many pages. With more of them it would attend as chunks do.
+        most_pages = MOST_PART_BYTES // max(1, blocks.page_part_bytes)
+        buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like, most_pages)
         graphs = DecodeGraphs(blocks, buffers, runner.backend, record, sizes)
         recorded_s = time.perf_counter() - began_s
         adapters = [None] if blocks.low_rank is None else [None, _made_up_adapter(runner.model)]
@@ -181,7 +183,14 @@ def _differing_step(
         # Other tokens are in the place of the new ones, so that no replay finds keys and values of an earlier check.
         held = [length + share for length, share in zip(lengths, shares, strict=True)]
         rows = [RowWork(cache, 0, number) for cache, number in zip(caches, held, strict=True)]
-        runner.forward(rows, draw(sum(held)), runner.span)
+        others = draw(sum(held))
+        runner.forward(rows, others, runner.span)
+        begun = [others[:0]] * len(caches)
+        if runner.store.recurrent:
+            # Sessions do not keep earlier states, so they begin anew, and the ordinary step at the end does, too.
+            begun = [each[:length] for each, length in zip(torch.split(others, held), lengths, strict=True)]
+            rows = [RowWork(cache, 0, length) for cache, length in zip(caches, lengths, strict=True) if length]
+            runner.forward(rows, torch.cat(begun), runner.span)
         runner.decode_graphs = graphs
         num_replays = graphs.num_replays
         # All outputs are read at the end, so that a replay which writes over an earlier one is noticed.
@@ -192,8 +201,13 @@ def _differing_step(
         if graphs.num_replays - num_replays != len(steps):
             raise RuntimeError("not all steps were replayed")
         runner.decode_graphs = None
-        rows = [RowWork(*each[:3], adapter=each[3]) for each in zip(caches, lengths, shares, adapters, strict=True)]
-        expected = runner.forward(rows, inputs, runner.span).cpu()
+        rows = [
+            RowWork(cache, number - share - len(before), share + len(before), adapter=each)
+            for cache, number, share, before, each in zip(caches, held, shares, begun, adapters, strict=True)
+        ]
+        whole = torch.cat([part for pair in zip(begun, torch.split(inputs, shares), strict=True) for part in pair])
+        computed = torch.split(runner.forward(rows, whole, runner.span).cpu(), [row.num_tokens for row in rows])
+        expected = torch.cat([each[len(each) - share :] for each, share in zip(computed, shares, strict=True)])
         found = zip(steps, outputs, tokens, strict=True)
         return next((size for size, output, indices in found if not are_same(output.cpu(), expected[indices])), None)
     finally:

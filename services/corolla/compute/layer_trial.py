@@ -26,6 +26,21 @@ Cut = tuple[tuple[tuple[int, int], ...], int]
 """Parts `[start, end)` of the text, and how many tokens of another session run along with each part."""
 
 
+def cuts_of(page_tokens: int) -> tuple[int, tuple[Cut, ...]]:
+    """How many tokens the text of a trial has, and its cuts: the whole text, and other cuts and mixtures.
+
+    Next to a chunk, a single token has the kernel of single tokens, and a companion of two tokens has not.
+
+    Args:
+        page_tokens: tokens of a page.
+    """
+    num_tokens = page_tokens + _AROUND_THE_END
+    half, last = page_tokens // 2 + 1, max(0, num_tokens - 2 * _AROUND_THE_END)
+    whole, halves = ((0, num_tokens),), ((0, half), (half, num_tokens))
+    singles = (*(((0, last),) if last else ()), *((start, start + 1) for start in range(last, num_tokens)))
+    return num_tokens, ((whole, 0), (halves, 0), (halves, 1), (singles, 0), (singles, 2))
+
+
 class LayerTrial:
     """A text of a page and three tokens.
 
@@ -38,8 +53,7 @@ class LayerTrial:
         codec: see `KVStore`.
 
     Attributes:
-        cuts: the whole text, and other cuts and mixtures. Next to a chunk, a single token has the kernel of single
-            tokens, and a companion of two tokens has not.
+        cuts: see `cuts_of`.
     """
 
     def __init__(
@@ -54,14 +68,9 @@ class LayerTrial:
         self._layer, self._new_blocks, self._backend = layer, new_blocks, backend
         self._page_tokens, self._codec = page_tokens, codec
         self._span = FusedSpan([layer])
-        self._num_tokens = page_tokens + _AROUND_THE_END
+        self._num_tokens, self.cuts = cuts_of(page_tokens)
         numbers = torch.randn(self._num_tokens, layer.hidden_size, generator=torch.Generator().manual_seed(0))
         self._hidden = numbers.to(device=layer.device, dtype=dtype)
-        whole = ((0, self._num_tokens),)
-        half, last = page_tokens // 2 + 1, max(0, self._num_tokens - 2 * _AROUND_THE_END)
-        halves = ((0, half), (half, self._num_tokens))
-        singles = (*(((0, last),) if last else ()), *((start, start + 1) for start in range(last, self._num_tokens)))
-        self.cuts: tuple[Cut, ...] = ((whole, 0), (halves, 0), (halves, 1), (singles, 0), (singles, 2))
 
     def error(self, found: Tensor) -> float:
         """The largest difference from the layer's modules, relative to the largest number.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from itertools import accumulate, compress
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from corolla.cache.codecs import CODECS
 from corolla.cache.store import KVStore, SessionCache
 from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import ShapeProbe, choose_backend
-from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape, PackedRow
+from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from corolla.compute.attention.latents import shapes_of_latents
 from corolla.compute.base import Blocks, Embed, LaunchedBatch, PackedStep, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
@@ -21,6 +21,7 @@ from corolla.compute.fused_blocks import FusedBlocks
 from corolla.compute.kernel_choices import KernelChoices
 from corolla.compute.reference import FamilyBlocks, FamilyRows, tell_factors
 from corolla.compute.state_blocks import StateBlocks, fits
+from corolla.compute.state_kernels import choose_state_kernels, shapes_of_attention
 from corolla.compute.triton_blocks import choose_triton_blocks
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.families import key_shapes, pageless_layers, recurrent_layers
@@ -98,6 +99,8 @@ class SpanRunner:
             shapes = shapes_of_latents(model.modules()) if is_fused else ()
         elif not isinstance(self.blocks, FamilyRows):
             shapes = self._probed()
+        elif is_fused:
+            shapes = shapes_of_attention(model)
         self.backend: AttentionBackend = choose_backend(
             attention, model.device, model.dtype, page_tokens, shapes=shapes, codec=codec
         )
@@ -108,6 +111,8 @@ class SpanRunner:
                 or choose_triton_blocks(*given, self.stacks, takes_adapters=max_stack_bytes > 0)
                 or self.blocks
             )
+        elif is_fused:
+            self.blocks = choose_state_kernels(model, self.store, self.backend, self.stacks, self.blocks) or self.blocks
 
     @torch.inference_mode()
     def _probed(self) -> Collection[AttentionShape]:
@@ -213,7 +218,13 @@ class SpanRunner:
         graphs = self.decode_graphs
         if graphs is None or blocks != self.span or len(rows) > graphs.max_rows:
             return False
-        return all(row.num_tokens == 1 and not row.takes_prompts for row in rows)
+        # A further step cannot read states that are still computed.
+        return all(
+            row.num_tokens == 1
+            and not row.takes_prompts
+            and (row.cache.states is None or row.position in row.cache.states)
+            for row in rows
+        )
 
     def _recorded(self, rows: Sequence[RowWork], blocks: Span) -> DecodeStep | None:
         """The recorded step of the rows, whose pages may be written; None if none fits."""
@@ -258,10 +269,7 @@ class SpanRunner:
 
     def _packed_step(self, rows: Sequence[RowWork], device: torch.device) -> PackedStep:
         tell_factors(self.model, rows)
-        positions = [row.position + index for row in rows for index in range(row.num_tokens)]
-        numbers = [(positions, torch.int64)]
-        batch, (position_ids,) = self.backend.batch(self.store, _packed(rows), device, numbers)
-        return PackedStep(rows, position_ids, max(positions) + 1, batch, self.blocks.adapters(rows))
+        return PackedStep.of(rows, self.store, self.backend, device, self.blocks.adapters(rows))
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
         self.span.indices(blocks)
@@ -279,8 +287,3 @@ class SpanRunner:
             raise ValueError(f"rows of {num_tokens} tokens do not fit a tensor of shape {tuple(hidden.shape)}")
         if len(caches) != len(rows):
             raise ValueError("two rows of a batch have the same cache")
-
-
-def _packed(rows: Sequence[RowWork]) -> list[PackedRow]:
-    ends = list(accumulate(row.num_tokens for row in rows))
-    return [PackedRow(row.cache, row.position, end - row.num_tokens, end) for row, end in zip(rows, ends, strict=True)]

@@ -1,12 +1,13 @@
-"""The parts of blocks with recurrent states, for tokens of different sessions, on CPUs.
+"""The parts of blocks with recurrent states, for tokens of different sessions.
 
-No number of a token depends on the other rows of a call. torch's operators do not keep that rule by themselves: a
-product rounds few tokens otherwise than many, and the last numbers of a tensor, which do not fill whole vectors, get
-another function than those before. So weights in panels multiply all tokens together, other weights one piece after the
-other (see `Rows`), and functions of single numbers see each token filled up to whole vectors (`whole_vectors`). Sums
-and products of two numbers round in one way only.
+No number of a token depends on the other rows of a call. torch's operators do not keep that rule by themselves: on a
+CPU a product rounds few tokens otherwise than many, and the last numbers of a tensor, which do not fill whole vectors,
+get another function than those before. So weights in panels multiply all tokens together, other weights one piece after
+the other (see `Rows`), and functions of single numbers see each token filled up to whole vectors (`whole_vectors`).
+Sums and products of two numbers round in one way only. On a GPU, sums of many numbers do not keep the rule; kernels
+compute them (`state_kernels`).
 
-All tensors of a call are on the CPU; hidden states have the model's dtype, recurrent states float32.
+All tensors of a call are on one device; hidden states have the model's dtype, recurrent states float32.
 """
 
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from corolla.compute.attention.base import AttentionBatch, PackedRow
 from corolla.compute.attention.latents import attend_to_latents
 from corolla.compute.base import RowWork
 from corolla.compute.state_mixtures import Router
+from corolla.kernels.recurrence_source import HeadSizes
 from corolla.kernels.recurrences import is_whole, run_delta_rule, run_state_space
 from corolla.models.fused import rotate_heads
 from corolla.models.packed.modules import PackedExperts, PackedLinear
@@ -42,7 +44,7 @@ _UNLIMITED: Final = (0.0, float("inf"))
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What all blocks of a call share.
+    """What all blocks of a call share, and how a CPU computes what needs more than one number of a token.
 
     Attributes:
         rows: the rows; none in a probe of attention.
@@ -70,6 +72,15 @@ class Rows:
             batch = AttentionBatch(batch.store, pieces, batch.backend)
         return cls(rows, [*accumulate((row.num_tokens for row in rows), initial=0)], batch, turns)
 
+    @property
+    def have_states(self) -> bool:
+        """Whether there are rows whose states parts can run; otherwise only attention runs."""
+        return bool(self.rows)
+
+    def norm(self, module: Any, tokens: Tensor) -> Tensor:
+        """What a family's norm makes of the last dimension of tokens, `[..., size]`, in the same dtype."""
+        return cast(Tensor, module(tokens))
+
     def product(self, layer: nn.Module, tokens: Tensor) -> Tensor:
         """The product of a linear layer with tokens, `[N, in]`: `[N, out]` in the same dtype."""
         takes_all = isinstance(layer, PackedLinear) or getattr(layer, "panels", None) is not None
@@ -89,6 +100,79 @@ class Rows:
             return function(*tokens)
         parts = zip(*(torch.split(each, lengths) for each in tokens), strict=True)
         return torch.cat([function(*each) for each in parts])
+
+    def convolved(self, layer: int, convolution: "Convolution", channels: Tensor) -> Tensor:
+        """Runs a part that only convolves over the tokens of all rows.
+
+        Args:
+            layer: the layer's index within the span.
+            channels: `[N, channels]`.
+
+        Returns:
+            Float32 `[N, channels]`.
+        """
+        mixed, windows = convolution.run(channels, self.states(layer), self.bounds)
+        self.keep(layer, [LayerState(each) for each in windows])
+        return mixed
+
+    def delta_rule(self, part: "Delta", channels: Tensor, gate: Tensor, rates: Tensor, decays: Tensor) -> Tensor:
+        """Runs linear attention by a delta rule over the tokens of all rows.
+
+        Args:
+            channels: `[N, channels]`, queries, keys and values before their convolution.
+            gate: `[N, heads * value size]`, the output's gate.
+            rates: `[N, heads]`, see `Delta.rates_and_decays`.
+            decays: `[N, heads]` or `[N, heads * key size]`, likewise.
+
+        Returns:
+            `[N, heads * value size]` in the dtype of `channels`, normalised and multiplied by the gate.
+        """
+        num_tokens, heads, states = len(channels), part.heads, self.states(part.layer)
+        mixed, windows = part.convolution.run(channels, states, self.bounds)
+        sizes = [2 * heads.num_key_heads * heads.key_size, heads.num_heads * heads.value_size]
+        keys, value = torch.split(apart(functional.silu, mixed), sizes, dim=1)
+        keys = keys.reshape(num_tokens, 2 * heads.num_key_heads, heads.key_size)
+        keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + _EPSILON)
+        query, key = torch.split(keys, heads.num_key_heads, dim=1)
+        value = value.view(num_tokens, heads.num_heads, heads.value_size)
+        rate, decay = part.rates_and_decays(rates, decays)
+        none = torch.zeros(1, heads.num_heads, heads.key_size, heads.value_size)
+        held = [_recurrent(state, none) for state in states]
+        output, after = run_delta_rule(held, self.bounds, query, key, value, decay, rate, scaling=heads.key_size**-0.5)
+        self.keep(part.layer, [LayerState(*each) for each in zip(windows, after, strict=True)])
+        scale = torch.rsqrt(output.pow(2).mean(-1, keepdim=True) + part.norm.variance_epsilon)
+        activation = torch.sigmoid if part.norm.activation == "sigmoid" else functional.silu
+        gated: Tensor = part.norm.weight * (output * scale) * apart(activation, gate.float()).view(output.shape)
+        return gated.to(channels.dtype).flatten(1)
+
+    def state_space(self, part: "StateSpace", channels: Tensor, gate: Tensor, steps: Tensor) -> Tensor:
+        """Runs a state space over the tokens of all rows.
+
+        Args:
+            channels: `[N, channels]`, values, keys and queries before their convolution.
+            gate: `[N, heads * value size]`, the output's gate.
+            steps: `[N, heads]`, the lengths of time steps before softplus.
+
+        Returns:
+            `[N, heads * value size]` in the dtype of `channels`, normalised and multiplied by the gate.
+        """
+        num_tokens, heads, states = len(channels), part.heads, self.states(part.layer)
+        mixed, windows = part.convolution.run(channels, states, self.bounds)
+        keys = heads.num_key_heads * heads.key_size
+        value, key, query = torch.split(
+            apart(functional.silu, mixed), [heads.num_heads * heads.value_size, keys, keys], dim=1
+        )
+        key, query = (each.view(num_tokens, heads.num_key_heads, -1) for each in (key, query))
+        lengths = apart(functional.softplus, steps.float() + part.offset)
+        value = value.view(num_tokens, heads.num_heads, -1)
+        none = torch.zeros(1, heads.num_heads, heads.value_size, heads.key_size)
+        output, after = run_state_space(
+            [_recurrent(state, none) for state in states],
+            self.bounds, query, key, value * lengths.unsqueeze(-1), apart(torch.exp, lengths * part.factor),
+        )  # fmt: skip
+        self.keep(part.layer, [LayerState(*each) for each in zip(windows, after, strict=True)])
+        output = (output + value * part.skip.unsqueeze(1)).flatten(1)
+        return part.gated(output, apart(functional.silu, gate.float())).to(channels.dtype)
 
     def states(self, layer: int) -> list[LayerState | None]:
         """Each row's state before the call; None: the row begins."""
@@ -121,10 +205,13 @@ class Part(ABC):
     Args:
         module: the family's module, which `fits`.
         layer: the layer's index within the span.
+
+    Attributes:
+        layer: likewise.
     """
 
     def __init__(self, module: Any, layer: int) -> None:
-        self._module, self._layer = module, layer
+        self._module, self.layer = module, layer
 
     @staticmethod
     @abstractmethod
@@ -144,17 +231,17 @@ class Part(ABC):
         """
 
 
-def part_of(module: nn.Module) -> type[Part] | None:
+def part_of(module: nn.Module, kinds: Sequence[type[Part]]) -> type[Part] | None:
     """The first kind that a family's module fits, if its linear layers are dense or packed; None: it fits none."""
     named = module.named_modules()
     if any(isinstance(each, nn.Linear) and not name.endswith(_READ) for name, each in named):
         return None
-    return next((kind for kind in _KINDS if kind.fits(module)), None)
+    return next((kind for kind in kinds if kind.fits(module)), None)
 
 
-def made_part(module: nn.Module, layer: int) -> Part:
-    """A part of the kind that a module fits. Raises ValueError if it fits none."""
-    kind = part_of(module)
+def made_part(module: nn.Module, layer: int, kinds: Sequence[type[Part]]) -> Part:
+    """A part of the first kind that a module fits. Raises ValueError if it fits none."""
+    kind = part_of(module, kinds)
     if kind is None:
         raise ValueError(f"{type(module).__name__} computes what no part does")
     return kind(module, layer)
@@ -165,64 +252,69 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_children()} - {"act", "act_fn", "activation"}
 
 
-class _Delta(Part):
+class Delta(Part):
     """Linear attention by a delta rule.
 
     Args:
-        sizes: how many keys and how many states a token has, and the sizes of a key and of a value.
+        heads: the sizes of states.
         norm: the norm of the output, which a gate multiplies.
         output: the projection of the output.
+        offsets: float32 `[heads]` or `[heads * key size]`, and `factors`, float32 `[heads]`: a state is multiplied by
+            `exp(factor * softplus(decay + offset))`.
+
+    Attributes:
+        heads: likewise, and so are `norm`, `offsets` and `factors`.
+        convolution: the convolution of queries, keys and values.
+        most_rate: the largest share of a value that replaces what the state held.
     """
 
-    def __init__(self, module: Any, layer: int, sizes: tuple[int, int, int, int], norm: Any, output: nn.Module) -> None:
+    most_rate = 1.0
+
+    def __init__(
+        self, module: Any, layer: int, heads: HeadSizes, norm: Any, output: nn.Module, offsets: Tensor, factors: Tensor
+    ) -> None:
         super().__init__(module, layer)
-        self._sizes, self._norm, self._output = sizes, norm, output
-        self._convolution = _Convolution(module.conv1d)
-        _, num_heads, key_size, value_size = sizes
-        self._none = torch.zeros(1, num_heads, key_size, value_size)
+        self.heads, self.norm, self._output = heads, norm, output
+        self.offsets, self.factors = offsets.detach().float(), factors.detach().float()
+        self.convolution = Convolution(module.conv1d)
 
     @abstractmethod
     def _projected(self, normed: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values, `[N, channels]`; the output's gate; rates and decays, see `run_delta_rule`."""
+        """What `Rows.delta_rule` takes."""
+
+    @abstractmethod
+    def rates_and_decays(self, rates: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
+        """The rates and the decays that `run_delta_rule` takes, from the projections of tokens, on a CPU.
+
+        Args:
+            rates: `[N, heads]` in the model's dtype.
+            decays: `[N, heads]`, or `[N, heads * key size]`, in the model's dtype.
+
+        Returns:
+            Float32 `[N, heads]`, and `[N, heads]` or `[N, heads, key size]`.
+        """
 
     def forward(self, normed: Tensor, rows: Rows) -> Tensor:
         """See `Part.forward`."""
-        states = rows.states(self._layer)
-        if not states:
+        if not rows.have_states:
             return torch.zeros_like(normed)
-        num_key_heads, num_heads, key_size, value_size = self._sizes
-        channels, gate, rate, decay = self._projected(normed, rows)
-        mixed, windows = self._convolution.run(channels, states, rows.bounds)
-        keys, value = torch.split(
-            apart(functional.silu, mixed), [2 * num_key_heads * key_size, num_heads * value_size], dim=1
-        )
-        keys = keys.reshape(len(normed), 2 * num_key_heads, key_size)
-        keys = keys * torch.rsqrt((keys * keys).sum(-1, keepdim=True) + _EPSILON)
-        query, key = torch.split(keys, num_key_heads, dim=1)
-        value = value.view(len(normed), num_heads, value_size)
-        held = [_recurrent(state, self._none) for state in states]
-        output, after = run_delta_rule(held, rows.bounds, query, key, value, decay, rate, scaling=key_size**-0.5)
-        rows.keep(self._layer, [LayerState(*each) for each in zip(windows, after, strict=True)])
-        scale = torch.rsqrt(output.pow(2).mean(-1, keepdim=True) + self._norm.variance_epsilon)
-        activation = torch.sigmoid if self._norm.activation == "sigmoid" else functional.silu
-        gated = self._norm.weight * (output * scale) * apart(activation, gate.float()).view(output.shape)
-        return rows.product(self._output, gated.to(normed.dtype).flatten(1))
+        return rows.product(self._output, rows.delta_rule(self, *self._projected(normed, rows)))
 
 
-class _GatedDelta(_Delta):
+class _GatedDelta(Delta):
     """The gated delta rule of Qwen3-Next, Qwen3.5 and OLMo Hybrid."""
 
     def __init__(self, module: Any, layer: int) -> None:
-        sizes = (module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+        heads = HeadSizes(module.num_v_heads, module.num_k_heads, module.head_k_dim, module.head_v_dim)
         is_olmo = hasattr(module, "g_proj")
         norm, output = (module.o_norm, module.o_proj) if is_olmo else (module.norm, module.out_proj)
-        super().__init__(module, layer, sizes, norm, output)
-        self._most_rate = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
-        ones = torch.ones(module.num_v_heads)
+        super().__init__(module, layer, heads, norm, output, module.dt_bias, -module.A_log.detach().float().exp())
+        self.most_rate = 2.0 if getattr(module, "allow_neg_eigval", False) else 1.0
+        ones = torch.ones_like(self.factors)
         # One function makes the rates, `sigmoid(b)`, and the decays, `exp(-e^A softplus(a + bias))`.
         self._signs = torch.cat([-ones, ones])
-        self._offsets = torch.cat([0 * ones, module.dt_bias.detach().float()])
-        self._factors = torch.cat([-ones, -module.A_log.detach().float().exp()])
+        self._all_offsets = torch.cat([0 * ones, self.offsets])
+        self._all_factors = torch.cat([-ones, self.factors])
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -246,21 +338,24 @@ class _GatedDelta(_Delta):
         else:
             channels = torch.cat([rows.product(each, normed) for each in (own.q_proj, own.k_proj, own.v_proj)], dim=1)
             gate, b, a = (rows.product(each, normed) for each in (own.g_proj, own.b_proj, own.a_proj))
-        numbers = torch.cat((b, a), dim=1).float()
-        summed = apart(functional.softplus, torch.addcmul(self._offsets, numbers, self._signs))
-        rate, decay = apart(torch.exp, summed * self._factors).chunk(2, dim=1)
-        return channels, gate, rate * self._most_rate, decay
+        return channels, gate, b, a
+
+    def rates_and_decays(self, rates: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Delta.rates_and_decays`."""
+        numbers = torch.cat((rates, decays), dim=1).float()
+        summed = apart(functional.softplus, torch.addcmul(self._all_offsets, numbers, self._signs))
+        rate, decay = apart(torch.exp, summed * self._all_factors).chunk(2, dim=1)
+        return rate * self.most_rate, decay
 
 
-class _KimiDelta(_Delta):
+class _KimiDelta(Delta):
     """The delta rule of Kimi-Linear, in which each number of a key has a decay of its own."""
 
     def __init__(self, module: Any, layer: int) -> None:
-        sizes = (module.num_heads, module.num_heads, module.head_dim, module.head_dim)
-        super().__init__(module, layer, sizes, module.o_norm, module.o_proj)
+        heads = HeadSizes(module.num_heads, module.num_heads, module.head_dim, module.head_dim)
         forgetting = module.forget_gate
-        self._offset = forgetting.dt_bias.detach().float()
-        self._factor = -forgetting.A_log.detach().float().exp().view(-1, 1)
+        factors = -forgetting.A_log.detach().float().exp().flatten()
+        super().__init__(module, layer, heads, module.o_norm, module.o_proj, forgetting.dt_bias.flatten(), factors)
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -272,25 +367,42 @@ class _KimiDelta(_Delta):
         own, forgetting, product = self._module, self._module.forget_gate, rows.product
         channels = torch.cat([product(each, normed) for each in (own.q_proj, own.k_proj, own.v_proj)], dim=1)
         gate = product(own.g_b_proj, product(own.g_a_proj, normed))
-        rate = apart(torch.sigmoid, product(own.b_proj, normed).float())
-        forgotten = product(forgetting.f_b_proj, product(forgetting.f_a_proj, normed)).float() + self._offset
-        summed = apart(functional.softplus, forgotten).view(len(normed), own.num_heads, own.head_dim)
-        return channels, gate, rate, apart(torch.exp, summed * self._factor)
+        forgotten = product(forgetting.f_b_proj, product(forgetting.f_a_proj, normed))
+        return channels, gate, product(own.b_proj, normed), forgotten
+
+    def rates_and_decays(self, rates: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Delta.rates_and_decays`."""
+        summed = apart(functional.softplus, decays.float() + self.offsets)
+        summed = summed.view(len(decays), self.heads.num_heads, self.heads.key_size)
+        return apart(torch.sigmoid, rates.float()), apart(torch.exp, summed * self.factors.unsqueeze(1))
 
 
-class _StateSpace(Part):
-    """The state space of Mamba-2."""
+class StateSpace(Part):
+    """The state space of Mamba-2.
+
+    Attributes:
+        heads: the sizes of states.
+        convolution: the convolution of values, keys and queries.
+        offset: float32 `[heads]`, what is added to the lengths of time steps before softplus.
+        factor: float32 `[heads]`: a state is multiplied by `exp(factor * length)`.
+        skip: float32 `[heads]`, the factors of values that are added to the output.
+        norm: the norm of the output.
+        num_groups: how many groups of the output are normalised by themselves.
+        gates_last: whether the gate multiplies what is normalised already.
+    """
 
     def __init__(self, module: Any, layer: int) -> None:
         super().__init__(module, layer)
-        self._convolution = _Convolution(module.conv1d)
-        self._offset = module.dt_bias.detach().float()
-        self._factor = -module.A_log.detach().float().exp()
-        self._skip = module.D.detach().float().unsqueeze(1)
+        self.heads = HeadSizes(module.num_heads, module.n_groups, module.ssm_state_size, module.head_dim)
+        self.convolution = Convolution(module.conv1d)
+        self.offset, self.skip = (each.detach().float() for each in (module.dt_bias, module.D))
+        self.factor = -module.A_log.detach().float().exp()
+        self.norm, self.num_groups = module.norm, int(module.n_groups)
+        self.gates_last = bool(getattr(module.norm, "norm_before_gate", False))
         # Falcon-H1 scales the inputs and outputs of the first product.
         self._input_scale: float = getattr(module, "ssm_in_multiplier", 1.0)
-        self._scales: Tensor | None = getattr(module, "mup_vector", None)
-        self._none = torch.zeros(1, module.num_heads, module.head_dim, module.ssm_state_size)
+        scales: Tensor | None = getattr(module, "mup_vector", None)
+        self._scales = None if scales is None else scales.view(1, -1)
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -303,37 +415,24 @@ class _StateSpace(Part):
 
     def forward(self, normed: Tensor, rows: Rows) -> Tensor:
         """See `Part.forward`."""
-        own, states = self._module, rows.states(self._layer)
-        if not states:
+        own = self._module
+        if not rows.have_states:
             return torch.zeros_like(normed)
-        num_tokens, keys = len(normed), own.n_groups * own.ssm_state_size
         projected = rows.product(own.in_proj, scaled(normed, self._input_scale))
         if self._scales is not None:
-            projected = projected * self._scales.view(1, -1)
+            projected = projected * self._scales
         gate, channels, steps = torch.split(projected, [own.intermediate_size, own.conv_dim, own.num_heads], dim=1)
-        mixed, windows = self._convolution.run(channels, states, rows.bounds)
-        value, key, query = torch.split(apart(functional.silu, mixed), [own.intermediate_size, keys, keys], dim=1)
-        key, query = (each.view(num_tokens, own.n_groups, -1) for each in (key, query))
-        lengths = apart(functional.softplus, steps.float() + self._offset)
-        value = value.view(num_tokens, own.num_heads, -1)
-        output, after = run_state_space(
-            [_recurrent(state, self._none) for state in states],
-            rows.bounds, query, key, value * lengths.unsqueeze(-1), apart(torch.exp, lengths * self._factor),
-        )  # fmt: skip
-        rows.keep(self._layer, [LayerState(*each) for each in zip(windows, after, strict=True)])
-        gated = self._gated((output + value * self._skip).flatten(1), apart(functional.silu, gate.float()))
-        return rows.product(own.out_proj, gated.to(normed.dtype))
+        return rows.product(own.out_proj, rows.state_space(self, channels, gate, steps).to(normed.dtype))
 
-    def _gated(self, output: Tensor, gate: Tensor) -> Tensor:
-        """The output, normalised in groups and multiplied by its gate, before or afterwards."""
-        norm = self._module.norm
+    def gated(self, output: Tensor, gate: Tensor) -> Tensor:
+        """The output, `[N, size]`, normalised in groups and multiplied by an activated gate, on a CPU."""
+        norm = self.norm
         if isinstance(norm, nn.Identity):
             return output * gate
-        gates_last = getattr(norm, "norm_before_gate", False)
-        grouped = (output if gates_last else output * gate).view(len(output), self._module.n_groups, -1)
+        grouped = (output if self.gates_last else output * gate).view(len(output), self.num_groups, -1)
         scale = torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
         normed = norm.weight * (grouped * scale).flatten(1)
-        return cast(Tensor, normed * gate if gates_last else normed)
+        return cast(Tensor, normed * gate if self.gates_last else normed)
 
 
 class _ShortConvolution(Part):
@@ -341,7 +440,7 @@ class _ShortConvolution(Part):
 
     def __init__(self, module: Any, layer: int) -> None:
         super().__init__(module, layer)
-        self._convolution = _Convolution(module.conv)
+        self._convolution = Convolution(module.conv)
 
     @staticmethod
     def fits(module: Any) -> bool:
@@ -350,30 +449,35 @@ class _ShortConvolution(Part):
 
     def forward(self, normed: Tensor, rows: Rows) -> Tensor:
         """See `Part.forward`."""
-        own, states = self._module, rows.states(self._layer)
-        if not states:
+        own = self._module
+        if not rows.have_states:
             return torch.zeros_like(normed)
         before, after, channels = rows.product(own.in_proj, normed).chunk(3, dim=1)
-        mixed, windows = self._convolution.run(before * channels, states, rows.bounds)
-        rows.keep(self._layer, [LayerState(each) for each in windows])
+        mixed = rows.convolved(self.layer, self._convolution, before * channels)
         return rows.product(own.out_proj, after * mixed.to(normed.dtype))
 
 
-class _Convolution:
+class Convolution:
     """A short convolution over the newest inputs of each row.
 
     Args:
         module: the family's module.
+
+    Attributes:
+        weight: `[channels, kernel]` in the model's dtype.
+        bias: `[channels]` in the model's dtype; None: there is none.
     """
 
     def __init__(self, module: nn.Conv1d) -> None:
-        self._weight = module.weight.detach().squeeze(1).float().T.contiguous()
-        self._bias = None if module.bias is None else module.bias.detach().float()
+        self.weight = module.weight.detach().squeeze(1)
+        self.bias = None if module.bias is None else module.bias.detach()
+        self._weight = self.weight.float().T.contiguous()
+        self._bias = None if self.bias is None else self.bias.float()
 
     def run(
         self, channels: Tensor, states: Sequence[LayerState | None], bounds: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Runs the convolution over the tokens of all rows.
+        """Runs the convolution over the tokens of all rows, on a CPU.
 
         Args:
             channels: `[N, channels]`, the new inputs.
@@ -433,7 +537,7 @@ def _is_silu(module: Any) -> bool:
     return bool(module.activation == "silu")
 
 
-class _Attention(Part):
+class Attention(Part):
     """Attention. Heads may be normalised, and a gate may multiply the output.
 
     The gate comes from the projection of queries, which has a number for each of the output's, or from a projection
@@ -457,12 +561,12 @@ class _Attention(Part):
         if query.shape[1] != own.config.num_attention_heads:
             query, gate = query.view(len(normed), -1, 2 * own.head_dim).chunk(2, dim=-1)
         norms = [getattr(own, f"{name}_norm", getattr(own, f"{name}_layernorm", None)) for name in "qk"]
-        query, key = (_of_heads(norm, heads) for norm, heads in zip(norms, (query, key), strict=True))
+        query, key = (_of_heads(norm, heads, rows) for norm, heads in zip(norms, (query, key), strict=True))
         turn = rows.turns.get(getattr(own, "layer_type", "")) or rows.turns.get("")
         if turn is not None:
             query, key = (rotate_heads(each, turn.cos, turn.sin, in_pairs=False) for each in (query, key))
-        window = rows.batch.store.window_of(self._layer)
-        attended = rows.batch.attend(self._layer, query, key, value, scaling=own.scaling, window=window)
+        window = rows.batch.store.window_of(self.layer)
+        attended = rows.batch.attend(self.layer, query, key, value, scaling=own.scaling, window=window)
         if getattr(own, "g_proj", None) is not None:
             gate = rows.product(own.g_proj, normed).unsqueeze(-1)
         if gate is not None:
@@ -471,15 +575,15 @@ class _Attention(Part):
         return rows.product(output, attended.reshape(len(normed), -1))
 
 
-def _of_heads(norm: Any, heads: Tensor) -> Tensor:
+def _of_heads(norm: Any, heads: Tensor, rows: Rows) -> Tensor:
     """Heads `[N, heads, head_dim]`, normalised one by one or all together, or as they are."""
     if norm is None:
         return heads
     together = norm.weight.numel() != heads.shape[-1]
-    return cast(Tensor, norm(heads.flatten(1)).view(heads.shape) if together else norm(heads))
+    return rows.norm(norm, heads.flatten(1)).view(heads.shape) if together else rows.norm(norm, heads)
 
 
-class _LatentAttention(Part):
+class LatentAttention(Part):
     """Multi-latent attention without a rotary embedding, as in Kimi-Linear, on the latents themselves."""
 
     @staticmethod
@@ -495,23 +599,36 @@ class _LatentAttention(Part):
             "o_proj",
         }
 
-    def forward(self, normed: Tensor, rows: Rows) -> Tensor:
-        """See `Part.forward`."""
+    def queries(self, normed: Tensor, rows: Rows) -> Tensor:
+        """The queries of tokens, `[N, heads * head_dim]`, before their rotation; `normed` is `[N, H]`."""
         own, product = self._module, rows.product
         if own.q_proj is not None:
-            query = product(own.q_proj, normed)
-        else:
-            query = product(own.q_b_proj, own.q_a_layernorm(product(own.q_a_proj, normed)))
+            return product(own.q_proj, normed)
+        return product(own.q_b_proj, rows.norm(own.q_a_layernorm, product(own.q_a_proj, normed)))
+
+    def latents(self, normed: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """The latents of tokens, `[N, latent size]`, and the further numbers of keys, `[N, rotated size]`.
+
+        Args:
+            normed: `[N, H]`.
+        """
+        own = self._module
         latents, keys = torch.split(
-            product(own.kv_a_proj_with_mqa, normed), [own.kv_lora_rank, own.qk_rope_head_dim], dim=1
+            rows.product(own.kv_a_proj_with_mqa, normed), [own.kv_lora_rank, own.qk_rope_head_dim], dim=1
         )
-        rows.batch.write(self._layer, own.kv_a_layernorm(latents).unsqueeze(1), keys.unsqueeze(1))
+        return rows.norm(own.kv_a_layernorm, latents), keys
+
+    def forward(self, normed: Tensor, rows: Rows) -> Tensor:
+        """See `Part.forward`."""
+        own, query = self._module, self.queries(normed, rows)
+        latents, keys = self.latents(normed, rows)
+        rows.batch.write(self.layer, latents.unsqueeze(1), keys.unsqueeze(1))
         heads = query.view(len(normed), -1, own.qk_head_dim).transpose(0, 1).unsqueeze(0)
         attended = torch.cat([*attend_to_latents(own, heads, rows.batch.rows, rows.batch, own.scaling)], dim=1)
-        return product(own.o_proj, attended.reshape(len(normed), -1))
+        return rows.product(own.o_proj, attended.reshape(len(normed), -1))
 
 
-class _Mlp(Part):
+class Mlp(Part):
     """Two projections with an activation between them, which a third one may multiply."""
 
     def __init__(self, module: Any, layer: int) -> None:
@@ -557,7 +674,7 @@ class _Mixture(Part):
 
     def __init__(self, module: Any, layer: int) -> None:
         super().__init__(module, layer)
-        self._shared = next((_Mlp(each, layer) for each in _shared_of(module)), None)
+        self._shared = next((Mlp(each, layer) for each in _shared_of(module)), None)
         bias = (module.expert_bias,) if getattr(module, "use_expert_bias", False) else ()
         self._router = Router(module.gate if hasattr(module, "gate") else module.router, bias)
         self._has_panels = isinstance(module.experts, PackedExperts) and module.experts.lie_in_panels
@@ -571,7 +688,7 @@ class _Mixture(Part):
         others = names - {"gate", "router", "experts", "fc1_latent_proj", "fc2_latent_proj"}
         if others not in (set(), {"shared_experts"}, {"shared_expert", "shared_expert_gate"}):
             return False
-        return "experts" in names and bool(names & {"gate", "router"}) and all(map(_Mlp.fits, _shared_of(module)))
+        return "experts" in names and bool(names & {"gate", "router"}) and all(map(Mlp.fits, _shared_of(module)))
 
     def forward(self, normed: Tensor, rows: Rows) -> Tensor:
         """See `Part.forward`."""
@@ -596,4 +713,8 @@ def _shared_of(module: nn.Module) -> list[nn.Module]:
     return [each for name, each in module.named_children() if name in ("shared_expert", "shared_experts")]
 
 
-_KINDS: Final = (_GatedDelta, _KimiDelta, _StateSpace, _ShortConvolution, _Attention, _LatentAttention, _Mixture, _Mlp)
+RECURRENT: Final[tuple[type[Part], ...]] = (_GatedDelta, _KimiDelta, StateSpace, _ShortConvolution)
+"""The kinds of parts that keep states."""
+
+KINDS: Final[tuple[type[Part], ...]] = (*RECURRENT, Attention, LatentAttention, _Mixture, Mlp)
+"""The kinds of parts on a CPU."""

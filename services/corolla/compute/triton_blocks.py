@@ -21,7 +21,7 @@ from corolla.cache.codecs import KVCodec
 from corolla.cache.store import KVStore
 from corolla.compute.attention.base import AttentionBackend, LayerInput
 from corolla.compute.attention.paged_triton import PagedTriton, attend_stored
-from corolla.compute.base import Blocks, PackedStep, RowWork
+from corolla.compute.base import PackedStep, RecordableBlocks, RowWork
 from corolla.compute.layer_trial import LayerTrial
 from corolla.compute.low_rank import LowRankBatch, LowRankTable, choose_low_rank_table
 from corolla.kernels.kernel_trial import failure_of, try_kernel
@@ -213,7 +213,7 @@ def _plan_of(layer: FusedLayer) -> _Plan:
     )
 
 
-class TritonBlocks(Blocks):
+class TritonBlocks(RecordableBlocks):
     """The blocks of a span, run by Triton kernels.
 
     Args:
@@ -233,6 +233,26 @@ class TritonBlocks(Blocks):
         self.adapter_product = "torch" if low_rank is None else "triton"
         self._plans = [_plan_of(layer) for layer in span.layers]
         self._ladder = _common_ladder(span)
+
+    @property
+    def num_layers(self) -> int:
+        """See `RecordableBlocks.num_layers`."""
+        return len(self.span.layers)
+
+    @property
+    def first_of_kinds(self) -> Sequence[int]:
+        """See `RecordableBlocks.first_of_kinds`."""
+        return self.span.first_of_kinds
+
+    @property
+    def page_part_bytes(self) -> int:
+        """See `RecordableBlocks.page_part_bytes`."""
+        return max(4 * layer.num_heads * layer.head_dim for layer in self.span.layers)
+
+    @property
+    def kept_tables(self) -> tuple[Tensor, ...]:
+        """See `RecordableBlocks.kept_tables`; `[positions, 2, rotary size]` in their dtype, on the model's device."""
+        return self.span.rotary_tables
 
     def adapters(self, rows: Sequence[RowWork]) -> AdapterBatch | LowRankBatch | None:
         """See `Blocks.adapters`."""

@@ -5,8 +5,13 @@ Model Serving with PagedAttention").
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from torch import Tensor
+
+MOST_PART_BYTES: Final = 1 << 29
+"""The most bytes that the results of all pages of single tokens take in a layer. More tokens than that attend as chunks
+do, which takes a single one longer, with the same bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,8 +157,14 @@ def _error(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> 
 _CHECKED_ROWS = 3
 # transformers' classes of the kinds "centred", "offset" and "wide" of `launches.NORMS`.
 _CENTRED: Final = ("CohereLayerNorm", "Cohere2LayerNorm")
-_OFFSET: Final = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "VaultGemmaRMSNorm")
-_WIDE: Final = ("AfmoeRMSNorm", "FlexOlmoRMSNorm", "GptOssRMSNorm", "HeliumRMSNorm", "Olmo2RMSNorm", "Olmo3RMSNorm")
+_OFFSET: Final = (
+    "Gemma2RMSNorm", "Gemma3RMSNorm", "GemmaRMSNorm", "Qwen3NextRMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3_5RMSNorm",
+    "VaultGemmaRMSNorm",
+)  # fmt: skip
+_WIDE: Final = (
+    "AfmoeRMSNorm", "FlexOlmoRMSNorm", "GptOssRMSNorm", "HeliumRMSNorm", "NemotronHRMSNorm", "Olmo2RMSNorm",
+    "Olmo3RMSNorm", "OlmoHybridRMSNorm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

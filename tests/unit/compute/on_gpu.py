@@ -10,7 +10,7 @@ from torch import nn
 
 from corolla.compute.attention import backends
 from corolla.compute.span_runner import SpanRunner
-from corolla.models import fused, span_model
+from corolla.models import fused, linear, span_model
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
 from corolla.wire.span import Span
@@ -27,7 +27,8 @@ def runner_on(gpu: Gpu, folder: Path, span: Span, **options: Any) -> SpanRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(backends.BACKENDS, "paged", PagedDefinition)
         # Weights are wrappers there, and products are not tried: a GPU's are the only ones that could differ.
-        patch.setattr(fused, "is_plain", lambda module: type(module) is nn.Linear)
+        for module in (fused, linear):
+            patch.setattr(module, "is_plain", lambda module: type(module) is nn.Linear)
         patch.setattr(span_model, "choose_products", lambda *_, **__: None)
         runner = SpanRunner(
             model,

@@ -24,6 +24,7 @@ from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.paged_attention import PagedDefinition
 from tests.recorded_steps import record
+from tests.state_definition import DefinedKernels
 
 SPAN, PAGE_TOKENS, SIZES = Span(1, 4), 8, (1, 2, 4, 8)
 # Few, so that pages fall out of windows soon.
@@ -44,9 +45,14 @@ class Modules(TritonBlocks):
 
 
 def use_modules(runner: SpanRunner) -> None:
-    """Lets the steps of a runner of fused modules be recorded."""
+    """Lets the steps of a runner of fused modules, or of blocks with states or latents, be recorded."""
+    past = runner.model.family.past
     if isinstance(runner.blocks, FusedBlocks):
         runner.blocks = Modules(runner.blocks)
+    elif past.packs_states or past.caches_latents:
+        if runner.store.recurrent:
+            runner.store.use_state_table()
+        runner.blocks = DefinedKernels(runner.model, runner.stacks, runner.blocks)
 
 
 def are_near(found: Tensor, expected: Tensor) -> bool:
@@ -135,8 +141,12 @@ class Pair:
         return self.step([(session, session.num_tokens, 1) for session in sessions])
 
     def assert_same_memory(self, session: Session) -> None:
-        """Both hold the same keys and values."""
-        for layer in range(len(SPAN)):
+        """Both hold the same keys and values, and states."""
+        for layer in self.plain.store.recurrent:
+            states = [cache.states.at(session.num_tokens)[layer] for cache in session.caches if cache.states]
+            for expected, found in zip(*(each.tensors for each in states), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for layer in set(range(len(SPAN))) - self.plain.store.pageless:
             table = session.plain.tables[self.plain.store.group_of(layer)]
             held = [cache.gather(layer, session.num_tokens, table.first_token) for cache in session.caches]
             for expected, found in zip(*held, strict=True):
@@ -146,6 +156,11 @@ class Pair:
         store = self.replaying.store
         assert store.scratch_page is not None
         start = store.scratch_page * PAGE_TOKENS
-        for layer in range(len(SPAN)):
+        for layer in set(range(len(SPAN))) - store.pageless:
             for tensor in store.layer(layer):
                 tensor[start : start + PAGE_TOKENS] = torch.nan
+        table = store.state_table
+        for layer in store.recurrent if table is not None else ():
+            assert table is not None
+            for tensor in table.tensors_like(layer, store.state_shapes[layer]):
+                tensor[table.scratch_slot] = torch.nan

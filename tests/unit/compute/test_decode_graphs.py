@@ -12,11 +12,15 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
 
+from corolla.cache.states import LayerState
+from corolla.chassis.errors import OutOfPages
 from corolla.compute.base import RowWork
 from corolla.compute.decode_buffers import DecodeBuffers
 from corolla.compute.decode_graphs import DecodeGraphs
 from corolla.compute.prompts import BlockPrompts
+from corolla.compute.state_kernels import StateKernels
 from corolla.compute.triton_blocks import TritonBlocks
 from corolla.models.fused import FusedSpan
 from corolla.models.rotary_table import MIN_POSITIONS
@@ -49,6 +53,46 @@ def test_families_with_every_feature_replay_their_own_outputs(tmp_path: Path, fa
         pair.assert_same_memory(session)
     longest = sessions[-1].replayed.tables
     assert all(table.first_token > 0 for table in longest if table.has_window), "nothing fell out of a window"
+
+
+@pytest.mark.parametrize(
+    "family", quick(["qwen3_5_text", "falcon_h1", "deepseek_v3"], kinds=["qwen3_5_text", "deepseek_v3"])
+)
+def test_states_and_latents_are_found_by_their_slots(tmp_path: Path, family: str) -> None:
+    """Sessions begin, decode in changing order, go back, fork, and continue what the family's own code computed."""
+    # Kernels alone run experts in a recorded step.
+    pair = Pair.of(family, tmp_path, **({"first_k_dense_replace": 9} if family == "deepseek_v3" else {}))
+    assert isinstance(pair.replaying.blocks, StateKernels)
+    sessions = [pair.open() for _ in range(6)]
+    for number, session in enumerate(sessions[:5]):
+        pair.step([(session, 0, 1 + 2 * number)])
+    for turn in range(14):
+        together = [sessions[(turn + index) % 6] for index in range(1 + turn % 6)]
+        assert pair.decode(together)
+        if turn % 4 == 3:
+            again = together[0]
+            assert pair.step([(again, again.num_tokens - 1, 1)])
+            pair.step([(together[0], together[0].num_tokens, 3), (together[-1], together[-1].num_tokens, 1)])
+    for theirs, own in zip(sessions[1].caches, sessions[0].caches, strict=True):
+        own.adopt(theirs.fork())
+    states = sessions[2].replayed.states
+    if states is not None:
+        position = sessions[2].num_tokens
+        elsewhere = {layer: LayerState(*map(Tensor.clone, each.tensors)) for layer, each in states.at(position).items()}
+        states.arrive(position, elsewhere)
+    for _ in range(2):
+        assert pair.decode([sessions[2], sessions[0], sessions[1]])
+    for session in sessions:
+        pair.assert_same_memory(session)
+        for cache in session.caches:
+            cache.clear()
+    table = pair.replaying.store.state_table
+    assert (table is None) == (family == "deepseek_v3")
+    if table is not None:
+        taken = [table.take() for _ in range(table.scratch_slot)]
+        assert {each.number for each in taken} == set(range(table.scratch_slot)), "a slot is lost, or taken twice"
+        with pytest.raises(OutOfPages):
+            table.take()
 
 
 def test_steps_without_a_recording_are_launched_operator_by_operator(llama: Pair) -> None:
@@ -194,9 +238,9 @@ class Conversations(RuleBasedStateMachine):
                 self.pair.assert_same_memory(session)
 
 
-@pytest.mark.parametrize("family", quick(["llama", "qwen2"], "qwen2"))
+@pytest.mark.parametrize("family", quick(["llama", "qwen2", "qwen3_5_text"], "qwen2"))
 def test_conversations(tmp_path: Path, family: str) -> None:
-    """qwen2 has layers with a window, and layers without."""
+    """qwen2 has layers with a window, and layers without; qwen3_5_text has states."""
 
     class Machine(Conversations):
         pair = Pair.of(family, tmp_path)

@@ -14,6 +14,7 @@ from corolla.models.cuda_capture import CudaCapture, Record
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.gpu_double import GPU, Gpu, a_gpu
+from tests.tiers import quick
 from tests.unit.compute.on_gpu import runner_on
 from tests.unit.compute.replaying import are_near, make_runner
 
@@ -63,7 +64,17 @@ def test_a_failed_capture_gives_the_caller_its_stream_back(step: Callable[[Tenso
         assert gpu.stream is caller
 
 
-def test_steps_on_a_gpu_wait_for_nothing_and_give_the_outputs_of_a_processor(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "family",
+    quick(["llama", "qwen3_5_text", "falcon_h1", "deepseek_v3"], "llama", kinds=["qwen3_5_text", "deepseek_v3"]),
+)
+def test_steps_on_a_gpu_wait_for_nothing_and_give_the_outputs_of_a_processor(
+    tmp_path: Path, folder: Path, family: str
+) -> None:
+    if family != "llama":
+        # Kernels alone run experts in a recorded step.
+        changes = {"first_k_dense_replace": 9} if family == "deepseek_v3" else {}
+        folder = make_tiny_checkpoint(family, tmp_path / family, config_changes=changes)
     plain = make_runner(folder, SPAN)
     with a_gpu() as gpu:
         runner = runner_on(gpu, folder, SPAN)

@@ -41,11 +41,12 @@ def interpret(marks: str, *modules: str, chains: Sequence[str] = (), but: str = 
     "marks, modules",
     [
         pytest.param("not full", ["kernels", "mixtures", "choices"], id="each_kernel"),
+        pytest.param("not full", ["states"], id="states", marks=pytest.mark.kind),
         pytest.param("not full", ["packed", "specialisations"], id="packed_weights"),
         pytest.param("not full", ["spans"], id="spans", marks=pytest.mark.kind),
         *(
             pytest.param("full", [module], id=f"{module}_of_every_kind", marks=pytest.mark.full)
-            for module in ("kernels", "packed", "choices", "mixtures", "adapters", "specialisations")
+            for module in ("kernels", "packed", "choices", "mixtures", "adapters", "specialisations", "states")
         ),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from corolla.kernels.page_tables import PageTables
+from corolla.kernels.page_tables import MOST_PART_BYTES, PageTables
 from corolla.kernels.triton import device_code
 from corolla.kernels.triton.compilation import SHARED_MEMORY, current
 from corolla.kernels.triton.variants import Grid, Variant, variant
@@ -34,8 +34,9 @@ _LARGE_HEAD: Final = 128
 _CHUNK_TILE: Final = (64, 4)
 _CHUNK_TILE_OF_LARGE_HEADS: Final = (32, 8)
 _CHUNK_TILE_OF_FLOAT32: Final = (16, 16)
-# A product's sides have 16 numbers or more.
-_LEAST_SIDE: Final = 16
+LEAST_SIDE: Final = 16
+"""A product's sides have so many numbers or more."""
+
 # About as many programs as a large GPU runs at a time. More of them only wait.
 _PROGRAMS: Final = 2048
 # A tile of a product of up to so many rows: its rows and outputs, inner columns of one step, warps, and steps ahead.
@@ -357,7 +358,7 @@ def attend(
     num_groups = num_heads // heads.group
     scale = scaling * (1.0 if softcap is not None else _LOG2E)
     numbers = (scale, window or 0, softcap or 0.0, width)
-    if tables.max_queries == 1:
+    if tables.max_queries == 1 and 4 * tables.num_pages * num_heads * head <= MOST_PART_BYTES:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_groups)))
         parts = torch.empty(tables.num_pages, num_heads, head, dtype=torch.float32, device=query.device)
         sums, maxima = (torch.empty(tables.num_pages, num_heads, device=query.device) for _ in range(2))
@@ -424,16 +425,16 @@ class _Heads(NamedTuple):
         if self.rotated:
             # The shared memory has the queries, and the keys twice, of which one is transposed.
             rows = self.shared_memory // ((self.head_block + self.rotated_block) * self.dtype.itemsize)
-            most = min(most, power_of_two(max(_LEAST_SIDE, (rows - self.tile[0]) // 2) + 1) // 2)
-        return min(most, max(_LEAST_SIDE, power_of_two(self.page_tokens)))
+            most = min(most, power_of_two(max(LEAST_SIDE, (rows - self.tile[0]) // 2) + 1) // 2)
+        return min(most, max(LEAST_SIDE, power_of_two(self.page_tokens)))
 
     @property
     def head_block(self) -> int:
-        return max(_LEAST_SIDE, power_of_two(self.size))
+        return max(LEAST_SIDE, power_of_two(self.size))
 
     @property
     def rotated_block(self) -> int:
-        return max(_LEAST_SIDE, power_of_two(max(1, self.rotated)))
+        return max(LEAST_SIDE, power_of_two(max(1, self.rotated)))
 
     @property
     def group(self) -> int:
@@ -468,7 +469,7 @@ class _Heads(NamedTuple):
 def _attention_of_tokens(heads: _Heads) -> tuple[Variant, Variant]:
     """What attends to each page, and what merges the pages."""
     attending = variant(
-        device_code.attend_pages, ROWS=max(_LEAST_SIDE, power_of_two(heads.group)), **heads.constants,
+        device_code.attend_pages, ROWS=max(LEAST_SIDE, power_of_two(heads.group)), **heads.constants,
         num_warps=heads.tile[1] if heads.rotated or heads.dtype == torch.float32 else _CHUNK_TILE[1],
         num_stages=heads.stages(3),
     )  # fmt: skip
