@@ -3,12 +3,13 @@
 A chain may lead from any server to any other one. So a server that has loaded its span asks those that are ready to
 connect to its address, where they must meet its certificate. The pairs that do not reach each other stand in its load,
 so that no chain has them as neighbours (`planning/apart`). A server that loses the stream to the next hop of a chain
-says so at once, and then asks whether the two reach each other after all.
+says so within half a second, and then asks whether the two reach each other after all.
 """
 
 import asyncio
 import itertools
 import logging
+import random
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
@@ -39,6 +40,9 @@ AGAIN_S: Final = 2.0
 LOOK_INTERVAL_S: Final = 10.0
 MOST_UNREACHABLE: Final = 64
 """The most servers that a load names."""
+MOST_LOST: Final = 4
+"""More servers that are lost at the same time are not apart from this one: they died, or this one is cut off."""
+_LOOK_AFTER_S: Final = 0.5
 LOOKS_FOR_ALL: Final = 30
 """The servers that met this one are asked again once in so many looks, which is every five minutes."""
 
@@ -82,6 +86,7 @@ class Meetings:
     on_change: Callable[[], None] = lambda: None
     unreachable: tuple[str, ...] = ()
     _answering: set[Peer] = field(init=False, default_factory=set)
+    _lost: set[str] = field(init=False, default_factory=set)
 
     async def meet_all(self) -> None:
         """Returns once one of the ready servers has met this one, or all that it reaches are silent, or there is none.
@@ -116,9 +121,9 @@ class Meetings:
 
     def lost(self, address: str) -> None:
         """Notes that the stream to a server broke, or that no stream to it could be opened."""
-        if address not in self.unreachable:
-            self._note(failed={address})
-            self.tasks.start(self._look_at(address), "lost neighbour")
+        if not self._lost:
+            self.tasks.start(self._look_at_lost(), "lost neighbours")
+        self._lost.add(address)
 
     def answer(self, message: pb.Meet, peer: Peer) -> None:
         """Connects to a server that asks, and tells it whether that worked."""
@@ -129,17 +134,18 @@ class Meetings:
         self._answering.add(peer)
         self.tasks.start(self._answer(message.address, peer), "meeting")
 
-    async def _look_at(self, address: str) -> None:
-        """Tells a router of a server that was lost, and asks whether it reaches this one after all."""
-        ready = await self._ready()
-        if ready is None:
+    async def _look_at_lost(self) -> None:
+        """Tells a router of servers that were lost, and asks whether they reach this one after all."""
+        # All that lose the same neighbour do not ask a router at the same moment.
+        await asyncio.sleep(random.uniform(0, _LOOK_AFTER_S))
+        lost, self._lost = self._lost.difference(self.unreachable), set()
+        if not 0 < len(lost) <= MOST_LOST or (ready := await self._ready()) is None:
             return
-        if address not in ready:
-            self._note(gone={address})
-            return
-        with suppress(CorollaError):
-            await self.report(ready[address])
-        await self._ask([address])
+        self._note(failed=(lost := lost.intersection(ready)))
+        for address in sorted(lost):
+            with suppress(CorollaError):
+                await self.report(ready[address])
+        await self._ask(sorted(lost))
 
     async def _ready(self) -> dict[str, str] | None:
         """The ids of the other ready servers with these weights, by address; None: no router answers."""

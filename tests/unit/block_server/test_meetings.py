@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from corolla.block_server import meetings
-from corolla.block_server.meetings import MOST_ASKED, MOST_UNREACHABLE, Meetings
+from corolla.block_server.meetings import MOST_ASKED, MOST_LOST, Meetings
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.peers import Peer
 from corolla.chassis.errors import MalformedMessage, RouterUnavailable
@@ -180,7 +180,7 @@ async def test_pairs_stay_known_without_a_router_and_later_losses_are_found(
     running.cancel()
 
 
-async def test_a_lost_neighbour_is_named_and_reported_at_once_and_then_asked(place: Place) -> None:
+async def test_a_lost_neighbour_is_named_and_reported_once_and_then_asked(place: Place) -> None:
     other, own = Server(place, READY), Server(place, READY)
     for each in (other, own):
         await each.open()
@@ -194,8 +194,8 @@ async def test_a_lost_neighbour_is_named_and_reported_at_once_and_then_asked(pla
     own.meetings.report, own.meetings.on_change = report, lambda: changes.append(own.meetings.unreachable)
     own.meetings.lost(other.address)
     own.meetings.lost(other.address)
-    assert changes == [(other.address,)]
-    await until(lambda: not own.meetings.unreachable)
+    await until(lambda: len(changes) == 2)
+    assert changes == [(other.address,), ()]
     assert reported == ["other"]
     assert other.num_callers == 1, "it is asked once, and reaches the one that asks"
     await other.listener.close()
@@ -214,14 +214,22 @@ async def test_a_lost_neighbour_is_named_and_reported_at_once_and_then_asked(pla
     await following.listener.close()
 
 
-async def test_a_server_that_left_is_not_lost_and_few_are_named(place: Place) -> None:
-    own = Server(place, READY)
-    own.meetings.lost("127.0.0.1:1")
-    assert own.meetings.unreachable == ("127.0.0.1:1",)
-    await until(lambda: not own.meetings.unreachable)
-    for number in range(1, 200):
-        own.meetings.lost(f"127.0.0.1:{number}")
-    assert len(own.meetings.unreachable) == MOST_UNREACHABLE
+@pytest.mark.parametrize("num_lost", [1, MOST_LOST, MOST_LOST + 1])
+async def test_servers_that_left_or_were_lost_together_are_not_apart(place: Place, num_lost: int) -> None:
+    own, changes, looks = Server(place, READY), list[tuple[str, ...]](), list[int]()
+    own.meetings.on_change = lambda: changes.append(own.meetings.unreachable)
+
+    async def placement() -> Sequence[router_pb2.PlacedServer]:
+        looks.append(1)
+        return place.servers
+
+    own.meetings.placement = placement
+    for number in range(num_lost):
+        if num_lost > MOST_LOST:
+            place.add(f"127.0.0.1:{number + 1}", READY)
+        own.meetings.lost(f"127.0.0.1:{number + 1}")
+    await until(lambda: all(task.get_name() != "lost neighbours" for task in asyncio.all_tasks()))
+    assert (changes, len(looks)) == ([], int(num_lost <= MOST_LOST))
 
 
 async def test_one_peer_has_one_meeting_at_a_time_and_all_have_few(place: Place) -> None:
