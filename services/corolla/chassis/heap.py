@@ -66,9 +66,13 @@ def settle() -> None:
 
 
 def release() -> None:
-    """Includes all objects in garbage collection again, and collects those that are unused now."""
+    """Collects what is unused now, also among objects that `settle` has excluded. The others stay excluded.
+
+    So the next call of `settle` visits only what is made in between: to visit what a block server imports takes 0.3 s.
+    """
     gc.unfreeze()
     gc.collect()
+    gc.freeze()
 
 
 HUGE_PAGE_BYTES: Final = 2 << 20
