@@ -1,13 +1,14 @@
 """One end of a transfer of weights, for `benchmarks.peer_weights`: the product's, or a bare copy.
 
-    python -m benchmarks.peer_weights_process serve MANIFEST FOLDER CERTIFICATES [HOST]
+    python -m benchmarks.peer_weights_process serve MANIFEST FOLDER CERTIFICATES [computing]
     python -m benchmarks.peer_weights_process fetch MANIFEST FOLDER CERTIFICATES MIB FINGERPRINT ADDRESS...
     python -m benchmarks.peer_weights_process send FILE CERTIFICATES
     python -m benchmarks.peer_weights_process receive FILE CERTIFICATES ADDRESS
 
-`serve` and `send` print their port, `fetch` and `receive` the bytes and the seconds of a transfer. A bare copy reads,
-encrypts, decrypts, hashes and writes pieces of 1 MiB one after the other, in one thread at each end. `fetch` fetches
-the first MIB of each file, again and again while its standard input is open.
+`serve` sends as a server that computes, if it is told so. `serve` and `send` print their port, `fetch` and `receive`
+the bytes and the seconds of a transfer. A bare copy reads, encrypts, decrypts, hashes and writes pieces of 1 MiB one
+after the other, in one thread at each end. `fetch` fetches the first MIB of each file, again and again while its
+standard input is open.
 """
 
 import asyncio
@@ -40,8 +41,8 @@ from corolla.wire.stream import Receiver, Stream
 _HERE: Final = "127.0.0.1"
 
 
-async def _serve(files: SharedFiles, digest: bytes, certificates: Path, host: str = _HERE) -> None:
-    network, sender = Network.from_folder(certificates), PartSender(files, digest, TaskGroup(), lambda: False)
+async def _serve(files: SharedFiles, digest: bytes, certificates: Path, computing: str = "") -> None:
+    network, sender = Network.from_folder(certificates), PartSender(files, digest, TaskGroup(), lambda: bool(computing))
 
     def accept(stream: Stream) -> Receiver:
         peer = Peer(b"", stream)
@@ -54,7 +55,7 @@ async def _serve(files: SharedFiles, digest: bytes, certificates: Path, host: st
 
         return receive
 
-    listener = network.listen(host, 0)
+    listener = network.listen(_HERE, 0)
     await listener.start(accept, trust=network.callers)
     print(listener.port, flush=True)
     await asyncio.Event().wait()
