@@ -535,6 +535,12 @@ def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
         load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
 
 
+def test_a_model_that_the_familys_code_cannot_build_is_refused(folder: Path) -> None:
+    edit_json(folder / "config.json", hidden_act="of-tomorrow")
+    with pytest.raises(CheckpointError, match=r"llama models .* cannot build what config\.json describes .*; correct"):
+        load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
+
+
 def test_two_tensors_for_one_place_of_the_language_model_are_refused(folder: Path) -> None:
     shard = shards(folder)[0]
     second = {"model.language_model.norm.weight": torch.ones(64), "thinker.model.norm.weight": torch.ones(64)}

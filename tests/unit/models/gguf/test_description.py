@@ -1,6 +1,7 @@
 """Every setting of a GGUF file that could change a number is used as llama.cpp uses it, or refused by name."""
 
 import math
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,21 @@ def test_a_setting_that_is_not_served_is_named(architecture: str, settings: Mapp
     with pytest.raises(CheckpointError, match=sentence) as refusal:
         described(architecture, **settings)
     assert "fetch" not in str(refusal.value), "no file that is fetched again would be served"
+
+
+@pytest.mark.parametrize(
+    "factors, sentence",
+    [
+        ([1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0], r"scales its rotary embedding in rope_freqs\.weight otherwise than"),
+        ([1.0] * 7 + [math.nan], r"scales its rotary embedding by numbers that make no sense; convert"),
+        ([1.0, 2.0], r"has 2 factors of a rotary embedding of 16 numbers; convert"),
+    ],
+)
+def test_factors_of_no_known_rotary_embedding_are_refused(tmp_path: Path, factors: list[float], sentence: str) -> None:
+    (tmp_path / "factors").write_bytes(struct.pack(f"<{len(factors)}f", *factors))
+    tensor = GgufTensor(tmp_path / "factors", (len(factors),), 0, 0, 4 * len(factors))
+    with pytest.raises(CheckpointError, match=sentence):
+        described(tensors={"rope_freqs.weight": tensor})
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
