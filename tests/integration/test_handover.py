@@ -84,6 +84,10 @@ async def test_the_receiver_takes_only_parts_that_fit_and_an_aborted_handover_le
             ({"num_tokens": 1 << 31}, payload, "MALFORMED_MESSAGE"),
             ({"first_tokens": [0, 0]}, payload, "MALFORMED_MESSAGE"),
             ({"first_tokens": [0, 0, 1]}, payload, "MALFORMED_MESSAGE"),
+            # One more layer may be that of a block that drafts, but none beyond.
+            ({"first_tokens": [0, 0, 0, 0]}, payload[:-1], "MALFORMED_MESSAGE"),
+            ({"first_tokens": [0, 0, 1, 0]}, payload, "MALFORMED_MESSAGE"),
+            ({"first_tokens": [0, 0, 0, 0, 0]}, payload, "MALFORMED_MESSAGE"),
             ({"first_tokens": [32, 32, 32]}, b"", "MALFORMED_MESSAGE"),
         ]
         for changes, sent, reason in bad:

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from corolla.block_server.mtp_drafts import IterationDrafts, MtpDrafts
 from corolla.block_server.readouts import read_out
 from corolla.block_server.row_sampling import (
     ChosenTokens,
@@ -110,6 +111,7 @@ class BatchExecutor:
         num_sampling_threads: how many threads find what grammars allow while a step is computed.
         launches_head_early: whether to launch the head before it is known which rows are finite; None: only if its
             device is not a CPU.
+        mtp: drafts with the model's own block; None: this server does not.
     """
 
     runner: BlockRunner
@@ -117,6 +119,7 @@ class BatchExecutor:
     clock: Callable[[], float] = time.monotonic
     num_sampling_threads: int = 1
     launches_head_early: bool | None = None
+    mtp: MtpDrafts | None = None
 
     def __post_init__(self) -> None:
         if self.launches_head_early is None:
@@ -175,12 +178,14 @@ class BatchExecutor:
         Its rows take the most probable token if any.
 
         Returns:
-            None if `compute` must compute the steps: no recorded step fits, or the next step of a row can be launched
-            ahead.
+            None if `compute` must compute the steps: no recorded step fits, the next step of a row can be launched
+            ahead, or the model's own block drafts.
         """
         work = _row_works(admitted)
-        if any(batch.comes_round_here for batch in admitted) or any(
-            row.adapter is not None or row.prompts is not None for row in work
+        if (
+            self.mtp is not None
+            or any(batch.comes_round_here for batch in admitted)
+            or any(row.adapter is not None or row.prompts is not None for row in work)
         ):
             return None
         try:
@@ -239,7 +244,8 @@ class BatchExecutor:
             if self.launches_head_early and self.edges is not None:
                 early = _EarlyLogits.launched(self.edges, admitted, batch)
             batch.reading.begin()
-        if early is not None and early.has_one_of_each_row and may_go_ahead():
+        # The model's own block takes the outputs of this step, and drafts for the next one.
+        if self.mtp is None and early is not None and early.has_one_of_each_row and may_go_ahead():
             early = self._go_ahead(admitted, blocks, preparing, early)
         return LaunchedIteration(admitted, blocks, batch, kept, copies, early, embed_seconds, began_s)
 
@@ -262,11 +268,16 @@ class BatchExecutor:
         preparing: Sequence[Future[None]],
     ) -> BatchResult:
         """The result, with the tokens of the rows for which tokens are chosen here."""
-        if not any(batch.samples for batch in admitted):
+        drafts = None
+        if self.mtp is not None and admitted[0].work.step.blocks.end == self.mtp.num_model_blocks:
+            drafts = IterationDrafts(self.mtp, admitted, result.outputs, error_of)
+        if drafts is None and not any(batch.samples for batch in admitted):
             return result
         wait(preparing)
         began_s = self.clock()
-        outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early)
+        outputs = self._with_tokens(admitted, result.outputs, None if result.has_raised else early, drafts)
+        if drafts is not None:
+            drafts.finish()
         ended_s = self.clock()
         if self._ahead is not None:
             self._ahead.expect(outputs, ended_s)
@@ -391,7 +402,11 @@ class BatchExecutor:
         return _split(self.edges.embed(*copied_numbers(numbers, self.edges.device)), lengths)
 
     def _with_tokens(
-        self, admitted: Sequence[AdmittedStep], outputs: Sequence[RowOutput], early: "_EarlyLogits | None"
+        self,
+        admitted: Sequence[AdmittedStep],
+        outputs: Sequence[RowOutput],
+        early: "_EarlyLogits | None",
+        drafts: IterationDrafts | None,
     ) -> tuple[RowOutput, ...]:
         """Returns the outputs, with tokens in place of the outputs of steps that sample."""
         replaced = list(outputs)
@@ -414,7 +429,8 @@ class BatchExecutor:
                 index += 1
         if waiting:
             logits = None if early is None else early.part([row for _, row in waiting])
-            for (index, _), sampled in zip(waiting, self._sampled([row for _, row in waiting], logits), strict=True):
+            chosen = self._sampled([row for _, row in waiting], logits, drafts)
+            for (index, _), sampled in zip(waiting, chosen, strict=True):
                 replaced[index] = sampled
         for index, found in read.items():
             replaced[index] = _with_readout(replaced[index], found)
@@ -430,14 +446,17 @@ class BatchExecutor:
             log.error("reading out failed", extra={"where": call_path(failure)})
             return error_of(failure)
 
-    def _sampled(self, rows: Sequence[SamplingRow], logits: RowLogits | None) -> Sequence[ChosenTokens | CorollaError]:
+    def _sampled(
+        self, rows: Sequence[SamplingRow], logits: RowLogits | None, drafts: IterationDrafts | None
+    ) -> Sequence[ChosenTokens | CorollaError]:
         """Chooses the tokens of all rows. If the `logits` of all rows are not given, it computes the head first."""
         if self.edges is None:
             return [InternalError("a server without head admitted a step that samples")] * len(rows)
         sampled: list[ChosenTokens | CorollaError] = []
+        predict = None if drafts is None else drafts.predict
         for part in (rows,) if logits is not None else in_parts(rows):
             try:
-                sampled.extend(sample_rows(self.edges, part, error_of, logits))
+                sampled.extend(sample_rows(self.edges, part, error_of, logits, predict))
             except Exception as failure:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))

@@ -18,6 +18,7 @@ from corolla.block_server.batch_executor import BatchExecutor, BatchResult, Laun
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.delivery import Delivery, onward_step
 from corolla.block_server.metrics import BlockServerMetrics
+from corolla.block_server.mtp_drafts import MtpDrafts
 from corolla.block_server.peers import PeerTable, StepFaults
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.first_hop import FirstHop
@@ -102,7 +103,7 @@ class Engine:
         spans: records spans of steps of traced sessions; None if no spans are collected.
         max_inline_s: decode steps that should take less are computed on the event loop, which serves no sockets
             meanwhile.
-        num_sampling_threads, launches_head_early: see `BatchExecutor`.
+        num_sampling_threads, launches_head_early, mtp: see `BatchExecutor`.
         max_microbatches, num_devices: see `FirstHop`.
         compute_thread: a thread that the engine uses and closes; None: the engine makes its own.
         most_looks: see `Failures.looked`.
@@ -134,11 +135,12 @@ class Engine:
     most_looks: int = 0
     launches_head_early: bool | None = None
     launches_inline: bool = False
+    mtp: MtpDrafts | None = None
 
     def __post_init__(self) -> None:
         self.failures = Failures(self.fail)
         self._executor = BatchExecutor(
-            self.runner, self.edges, self.clock, self.num_sampling_threads, self.launches_head_early
+            self.runner, self.edges, self.clock, self.num_sampling_threads, self.launches_head_early, self.mtp
         )
         self._faults = StepFaults(self.peers, self.metrics.faults)
         self.first_hop = FirstHop(

@@ -20,6 +20,7 @@ from corolla.decoding.sampling import Sampler, launch_choice
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
 from corolla.decoding.speculator import Speculator, make_speculator
 from corolla.models.edges import Edges
+from corolla.models.mtp import MtpParts
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.device_copies import Reading, picked, with_rows
 
@@ -28,9 +29,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedBySamplers:
-    """The draft model and the grammars that all samplers of a server share, if it has them."""
+    """The draft model, or the model's own block that drafts, and the grammars that all samplers of a server share."""
 
-    draft_model: DraftModel | None = None
+    draft_model: DraftModel | MtpParts | None = None
     grammars: Grammars | None = None
 
 
@@ -67,7 +68,7 @@ class SessionSampler:
     def read(
         cls,
         message: pb.Sampler,
-        draft_model: DraftModel | None,
+        draft_model: DraftModel | MtpParts | None,
         *,
         vocab_size: int,
         max_tokens: int,
@@ -136,23 +137,39 @@ class SessionSampler:
             return False
         return index < len(draft_ids) and token.token_id == draft_ids[index]
 
-    def chosen(self, row: pb.SampledRow, draft_ids: Sequence[int]) -> "ChosenTokens":
-        """Completes a row that has all its tokens, and drafts the next tokens."""
-        drafted = () if row.is_last else self._drafted(len(draft_ids), row)
-        return ChosenTokens(row, drafted)
+    def begin_draft(self, row: pb.SampledRow, draft_ids: Sequence[int]) -> int:
+        """Returns how many tokens to draft after a row that has all its tokens; 0 at the end of an answer.
 
-    def _drafted(self, num_checked: int, row: pb.SampledRow) -> Sequence[int]:
+        Args:
+            draft_ids: the draft tokens that the step checked.
+        """
+        token_ids = [token.token_id for token in row.tokens]
+        if self.speculator is None or row.is_last:
+            if self.speculator is not None and self.speculator.mtp is not None:
+                self.speculator.mtp.extend(token_ids)
+            return 0
+        try:
+            self.speculator.observe(len(draft_ids), len(token_ids) - 1)
+            return self.speculator.begin(token_ids, self.num_tokens_left)
+        except Exception as failure:
+            self.stop_drafting(failure)
+            return 0
+
+    def drafted(self, num_tokens: int) -> Sequence[int]:
+        """Drafts at most so many tokens after those of `begin_draft`."""
         if self.speculator is None:
             return ()
-        token_ids = [token.token_id for token in row.tokens]
         try:
-            self.speculator.observe(num_checked, len(token_ids) - 1)
-            return self.speculator.draft(token_ids, self.sampler, self.num_tokens_left)
+            return self.speculator.draft(num_tokens, self.sampler)
         except Exception as failure:
-            # The chosen tokens are right. The draft model may lack memory; the answer continues without drafts.
-            log.error("drafting failed; an answer continues without draft tokens", extra={"where": call_path(failure)})
-            self.speculator = None
+            self.stop_drafting(failure)
             return ()
+
+    def stop_drafting(self, failure: Exception) -> None:
+        """Lets the answer continue without drafts, since what drafts them failed, for lack of memory, say."""
+        # The chosen tokens are right.
+        log.error("drafting failed; an answer continues without draft tokens", extra={"where": call_path(failure)})
+        self.speculator = None
 
 
 def _check(message: pb.Sampler, vocab_size: int, max_tokens: int) -> None:
@@ -197,6 +214,14 @@ class SamplingRow(NamedTuple):
         """The draft tokens that the step checked, one fewer than the row has results."""
         num_drafted = self.num_choices - 1
         return self.row.token_ids[len(self.row.token_ids) - num_drafted :] if num_drafted else ()
+
+
+class PredictedRow(NamedTuple):
+    """A row with the tokens that were chosen for it, and how many may be drafted after them."""
+
+    row: SamplingRow
+    sampled: pb.SampledRow
+    num_drafts: int
 
 
 def in_parts(rows: Sequence[SamplingRow]) -> Iterator[Sequence[SamplingRow]]:
@@ -313,13 +338,34 @@ def sample_rows(
     rows: Sequence[SamplingRow],
     error_of: Callable[[Exception], CorollaError],
     logits: RowLogits | None = None,
+    predict: Callable[[Sequence[PredictedRow]], None] | None = None,
 ) -> list[ChosenTokens | CorollaError]:
-    """Chooses tokens for all rows, and returns one entry for each, in order. A row that fails does not affect others.
+    """Chooses tokens for all rows, and drafts the next ones. A row that fails does not affect others.
 
     Args:
         error_of: makes the error for the client of a failed row.
         logits: the logits of the rows; None: they are computed.
+        predict: lets the model's own block draft for the rows that have tokens; None: there is no such block.
+
+    Returns:
+        One entry for each row, in order.
     """
+    taken = _taken(edges, rows, error_of, logits)
+    predicted = [
+        PredictedRow(each, message, each.sampler.begin_draft(message, each.draft_ids))
+        for each, message in zip(rows, taken, strict=True)
+        if isinstance(message, pb.SampledRow)
+    ]
+    if predict is not None:
+        predict(predicted)
+    chosen = iter([ChosenTokens(each.sampled, each.row.sampler.drafted(each.num_drafts)) for each in predicted])
+    return [message if isinstance(message, CorollaError) else next(chosen) for message in taken]
+
+
+def _taken(
+    edges: Edges, rows: Sequence[SamplingRow], error_of: Callable[[Exception], CorollaError], logits: RowLogits | None
+) -> list[pb.SampledRow | CorollaError]:
+    """The tokens of all rows; see `sample_rows`."""
     computed = logits_of(edges, rows, Reading()) if logits is None else logits
     starts = [0, *accumulate(each.num_choices for each in rows)]
     likeliest = None if computed.read_likeliest is None else computed.read_likeliest().tolist()
@@ -327,7 +373,7 @@ def sample_rows(
     chosen = _chosen_together([rows[index] for index in slow], [starts[index] for index in slow], computed, error_of)
     elsewhere = dict(zip(slow, chosen, strict=True))
 
-    def outcome(index: int) -> ChosenTokens | CorollaError:
+    def outcome(index: int) -> pb.SampledRow | CorollaError:
         if likeliest is None or index in elsewhere:
             return elsewhere[index]
         each, own = rows[index], range(starts[index], starts[index + 1])
@@ -338,7 +384,7 @@ def sample_rows(
                 return error_of(NonFiniteOutput("The model's output is not finite."))
             if not each.sampler.take(message, SampledToken(int(likeliest[0][at])), each.draft_ids):
                 break
-        return each.sampler.chosen(message, each.draft_ids)
+        return message
 
     return [outcome(index) for index in range(len(rows))]
 
@@ -348,7 +394,7 @@ def _chosen_together(
     starts: Sequence[int],
     computed: RowLogits,
     error_of: Callable[[Exception], CorollaError],
-) -> list[ChosenTokens | CorollaError]:
+) -> list[pb.SampledRow | CorollaError]:
     """Chooses the tokens of all rows at once. Rows whose choices look back get their further tokens one after another.
 
     A row goes on while its draft tokens are right and its answer has not ended.
@@ -379,10 +425,7 @@ def _chosen_together(
                 goes_on[index] = rows[index].sampler.take(messages[index], token, rows[index].draft_ids)
         going, finish = [index for index in going if goes_on[index]], None
 
-    def outcome(index: int) -> ChosenTokens | CorollaError:
-        return failures.get(index) or rows[index].sampler.chosen(messages[index], rows[index].draft_ids)
-
-    return [outcome(index) for index in range(len(rows))]
+    return [failures.get(index) or message for index, message in enumerate(messages)]
 
 
 def _choosable(row: SamplingRow, num_taken: int) -> Iterable[int]:

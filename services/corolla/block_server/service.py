@@ -22,6 +22,7 @@ from corolla.block_server.hop_session import SessionFacts
 from corolla.block_server.meetings import Meetings
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.model_files import ModelFiles
+from corolla.block_server.mtp_drafts import MtpDrafts
 from corolla.block_server.neighbours import Neighbours
 from corolla.block_server.page_guarantees import PageGuarantees
 from corolla.block_server.peers import PeerTable
@@ -347,7 +348,9 @@ class BlockServer:
     async def _load_weights(self) -> str:
         device, span = self._device, self._span
         await asyncio.to_thread(self._loader.fetch, self._checkpoint, span)
-        self._progress = await asyncio.to_thread(StartProgress.of, self._checkpoint, span)
+        self._progress = await asyncio.to_thread(
+            StartProgress.of, self._checkpoint, self._loader.tensors_of(self._checkpoint, span)
+        )
         with memory_for(f"the weights of blocks {span}", device, FEWER_WEIGHTS):
             self._bandwidth = (
                 await self._compute_thread.run(measure_bandwidth, device) if device.type == "cuda" else None
@@ -355,7 +358,7 @@ class BlockServer:
             weights = self._spares.take(span, self._fingerprint)
             if weights is None:
                 weights = await self._compute_thread.run(self._loader.load_weights, self._checkpoint, span)
-            self._shared = await self._compute_thread.run(self._loader.load_shared, self._checkpoint, span)
+            self._shared = await self._compute_thread.run(self._loader.load_shared, self._checkpoint, span, weights.mtp)
         self._weights, self._model, self._edges = weights, weights.model, weights.edges
         return f"{weights.num_bytes / 2**30:.2f} GiB on {self._model.device}"
 
@@ -409,6 +412,7 @@ class BlockServer:
             # While a GPU computes the blocks, all CPU cores are free for grammars. On a CPU, these use as many threads
             # as the blocks use.
             num_sampling_threads = num_threads if on_cpu else settings.threads or available_cores()
+        parts = self._weights.mtp
         self.engine = Engine(
             self._runner, self._scheduler, self._sessions, self._outputs, self._peers, new_relay, self._metrics,
             fail=self._fail, edges=self._edges,
@@ -422,6 +426,7 @@ class BlockServer:
             compute_thread=self._compute_thread,
             # A step of a large model may take that long if a CPU computes it.
             most_looks=0 if on_cpu else _MOST_LOOKS,
+            mtp=None if parts is None else MtpDrafts(self._runner, parts, self._checkpoint.num_blocks),
         )  # fmt: skip
 
     async def _end_engine(self) -> None:
@@ -568,7 +573,7 @@ class BlockServer:
             head_blocks=speed.head_blocks,
             weight_blocks=self._loader.weight_bytes(memory, checkpoint) / speed.block_bytes,
             tied_edges=checkpoint.has_tied_edges,
-            draft_blocks=self._loader.draft_blocks(speed.block_bytes),
+            draft_blocks=self._loader.draft_blocks(checkpoint, speed.block_bytes),
             zone=settings.zone,
             node=settings.node,
             pod_uid=settings.pod_uid,

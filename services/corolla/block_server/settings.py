@@ -12,6 +12,8 @@ from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.weight_formats import DtypeName, KVCacheDtypeName, QuantizationName, default_dtype
 from corolla.wire.span import Span
 
+MTP: Final = "mtp"
+"""The draft model of servers that draft with the multi-token prediction block of the model itself."""
 MAX_PART_TOKENS: Final = 512
 """The greatest number of tokens in one part of a handover. Every server accepts it, whatever its batch size is."""
 _BATCH_TOKENS_OF_CPUS: Final = 256
@@ -97,7 +99,8 @@ class BlockServerSettings(ServiceSettings):
     draft_model: str | None = Field(
         None,
         description="Checkpoint of a small model with the same tokenizer, on a CPU only. The server of the last block "
-        "loads it, and drafts tokens for requests that ask for it. Its caches take a part of COROLLA_KV_CACHE_MIB.",
+        "loads it, and drafts tokens for requests that ask for it. Its caches take a part of COROLLA_KV_CACHE_MIB. "
+        "Or `mtp`: the multi-token prediction block that comes with DeepSeek-V3 and GLM-4.5 drafts, on any device.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
@@ -210,7 +213,7 @@ class BlockServerSettings(ServiceSettings):
     @classmethod
     def _draft_models_run_on_cpus(cls, value: str | None, info: ValidationInfo) -> str | None:
         # It computes one token of one session at a time, and all sessions of the device would wait for each.
-        if value is not None and not is_cpu(info.data.get("device", "cpu")):
+        if value not in (None, MTP) and not is_cpu(info.data.get("device", "cpu")):
             raise ValueError(
                 "a draft model runs on a CPU only; remove it, and let requests ask for prompt_lookup, which needs none"
             )

@@ -9,7 +9,7 @@ from typing import Final
 from corolla.block_server.grammars import Grammars
 from corolla.block_server.model_files import ModelFiles
 from corolla.block_server.row_sampling import SharedBySamplers
-from corolla.block_server.settings import BlockServerSettings
+from corolla.block_server.settings import MTP, BlockServerSettings
 from corolla.cache.layout import NUM_KEPT_STATES, CacheLayout, LayerGroups
 from corolla.chassis.errors import StartupError
 from corolla.chassis.host_memory import available_bytes
@@ -29,6 +29,7 @@ from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
 from corolla.models.families import pageless_layers
 from corolla.models.hub import Hub
+from corolla.models.mtp import MtpParts, check_has_mtp, load_mtp_parts, mtp_bytes
 from corolla.models.read_ahead import ReadAhead, tensors_of
 from corolla.models.span_model import SpanModel, load_span, weight_types
 from corolla.v1 import router_pb2
@@ -58,15 +59,17 @@ class Weights:
     Attributes:
         edges: the ends of the model, as far as the span reaches them; None: it reaches none.
         check: compares what a runner computes with the family's own code.
+        mtp: what the multi-token prediction block has around its layer, which is in the model; None: nothing drafts so.
     """
 
     model: SpanModel
     edges: Edges | None
     check: LayerCheck
+    mtp: MtpParts | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.model.nbytes + (0 if self.edges is None else self.edges.nbytes)
+        return self.model.nbytes + sum(0 if each is None else each.nbytes for each in (self.edges, self.mtp))
 
 
 class SpanLoader:
@@ -86,6 +89,7 @@ class SpanLoader:
         self._max_step_tokens = max_step_tokens
         self._metrics = metrics
         self._read_ahead: ReadAhead | None = None
+        self._has_mtp = settings.draft_model == MTP
         self._new_runner = partial(
             SpanRunner,
             page_tokens=settings.num_page_tokens,
@@ -103,17 +107,23 @@ class SpanLoader:
         checkpoint = Checkpoint.from_pretrained(model, revision=settings.revision, hub=self._hub, shared=shared)
         if self.model_files is not None:
             self.model_files.note(checkpoint)
+        if self._has_mtp:
+            check_has_mtp(checkpoint)
         check_small_copy(checkpoint, settings.num_page_tokens, is_fused=settings.fused_blocks)
         return checkpoint, checkpoint.fingerprint(settings.dtype, settings.quantization, settings.kv_cache_dtype)
 
     def read_ahead(self, checkpoint: Checkpoint, span: Span) -> None:
         """Begins to read a span's files, so that they lie in memory once they are loaded."""
         if checkpoint.gguf is None:
-            self._read_ahead = ReadAhead(checkpoint.weight_index, tensors_of(checkpoint, span), available_bytes())
+            self._read_ahead = ReadAhead(checkpoint.weight_index, self.tensors_of(checkpoint, span), available_bytes())
+
+    def tensors_of(self, checkpoint: Checkpoint, span: Span) -> list[str]:
+        """The stored names of all tensors that a server of this span loads."""
+        return tensors_of(checkpoint, span, has_mtp=self._has_mtp)
 
     def fetch(self, checkpoint: Checkpoint, span: Span) -> None:
         """Fetches the files of a span. Raises StartupError if they cannot be fetched."""
-        checkpoint.fetch(tensors_of(checkpoint, span))
+        checkpoint.fetch(self.tensors_of(checkpoint, span))
         if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
             drafting.fetch()
 
@@ -147,10 +157,14 @@ class SpanLoader:
         settings = self._settings
         if self._read_ahead is not None:
             self._read_ahead.stop()
+        has_mtp = self._has_mtp and span.end == checkpoint.num_blocks
         model = load_span(
-            checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization
-        )
-        return Weights(model, self._load_edges(checkpoint, span), LayerCheck(model, settings.num_page_tokens))
+            checkpoint, span, dtype=DTYPES[settings.dtype], device=settings.device,
+            quantization=settings.quantization, has_mtp_layer=has_mtp,
+        )  # fmt: skip
+        check, edges = LayerCheck(model, settings.num_page_tokens), self._load_edges(checkpoint, span)
+        mtp = self._load_mtp(checkpoint, model, edges) if has_mtp and edges is not None else None
+        return Weights(model, edges, check, mtp)
 
     def spare_bytes(self, server: router_pb2.ServerDescription, speed: Speed, span: Span) -> int | None:
         """Returns the bytes of a span's weights without reading them; None: the server may not hold the span."""
@@ -173,7 +187,7 @@ class SpanLoader:
         self.fetch(checkpoint, span)
         if not is_cpu(settings.device) or settings.dtype != "float32":
             if checkpoint.gguf is None:
-                ReadAhead(checkpoint.weight_index, tensors_of(checkpoint, span), available_bytes()).wait()
+                ReadAhead(checkpoint.weight_index, self.tensors_of(checkpoint, span), available_bytes()).wait()
             return None
         weights = self.load_weights(checkpoint, span)
         if settings.fused_blocks:
@@ -181,7 +195,11 @@ class SpanLoader:
         return weights
 
     def make_runner(
-        self, weights: Weights, checkpoint: Checkpoint, cache_bytes_per_token: int, draft_model: DraftModel | None
+        self,
+        weights: Weights,
+        checkpoint: Checkpoint,
+        cache_bytes_per_token: int,
+        draft_model: DraftModel | MtpParts | None,
     ) -> tuple[SpanRunner, int]:
         """The runner, and the bytes of the device that its recorded steps took."""
         settings, model = self._settings, weights.model
@@ -193,12 +211,12 @@ class SpanLoader:
             sum(state_sizes(checkpoint, model.dtype)[model.span.start : model.span.end]),
         )
         cache_bytes = self._cache_bytes(model, checkpoint)
-        if draft_model is not None:
+        if isinstance(draft_model, DraftModel):
             # The draft model has room for as many tokens as the pages, within the same memory.
             token_bytes = layout.page_bytes // layout.page_tokens
             cache_bytes = cache_bytes * token_bytes // (token_bytes + draft_model.token_bytes())
         num_pages = self._num_pages(layout, cache_bytes)
-        if draft_model is not None:
+        if isinstance(draft_model, DraftModel):
             draft_model.room.max_tokens = num_pages * settings.num_page_tokens
         may_replay = settings.cuda_graphs == "auto" and model.device.type == "cuda"
         runner = self._new_runner(
@@ -211,6 +229,8 @@ class SpanLoader:
             num_snapshots=layout.num_snapshots(cache_bytes) if settings.prefix_cache else 0,
         )
         runner.warm_up()
+        if model.mtp_layer is not None:
+            runner.warm_up_mtp()
         weights.check.compare(runner, checkpoint.name)
         if settings.prefix_cache:
             runner.store.keep_evicted(settings.host_cache_mib << 20)
@@ -235,11 +255,13 @@ class SpanLoader:
         of_all_pages = pool.num_pages * pool.page_tokens * model.hidden_size * model.dtype.itemsize
         return max(_ACTIVATION_BYTES_ON_CPUS, min(of_all_pages, (available_bytes() or 0) // SHARE_OF_ACTIVATIONS))
 
-    def draft_blocks(self, block_bytes: int) -> float:
-        """How many blocks of the model have as many bytes as the draft model, and so take as long for a token."""
+    def draft_blocks(self, checkpoint: Checkpoint, block_bytes: int) -> float:
+        """How many blocks of the model have as many bytes as what drafts, and so take as long for a token."""
         settings = self._settings
         if settings.draft_model is None:
             return 0.0
+        if self._has_mtp:
+            return mtp_bytes(checkpoint, DTYPES[settings.dtype], block_bytes) / block_bytes
         drafting = Checkpoint.from_pretrained(settings.draft_model, hub=self._hub)
         return num_weights(drafting) * DTYPES[settings.dtype].itemsize / block_bytes
 
@@ -264,16 +286,29 @@ class SpanLoader:
             edges.choose_products(settings.products)
         return edges
 
-    def load_shared(self, checkpoint: Checkpoint, span: Span) -> SharedBySamplers:
+    def _load_mtp(self, checkpoint: Checkpoint, model: SpanModel, edges: Edges) -> MtpParts:
+        settings, dtype = self._settings, DTYPES[self._settings.dtype]
+        embedding = edges
+        if not edges.has_embedding:
+            embedding = load_edges(
+                checkpoint, dtype=dtype, device=settings.device, has_head=False, quantization=settings.quantization
+            )
+        return load_mtp_parts(
+            checkpoint, model.layers[-1], embedding, edges,
+            dtype=dtype, device=settings.device, products=settings.products,
+        )  # fmt: skip
+
+    def load_shared(self, checkpoint: Checkpoint, span: Span, mtp: MtpParts | None) -> SharedBySamplers:
         if span.end != checkpoint.num_blocks:
             return SharedBySamplers()
-        settings, draft_model = self._settings, None
+        settings = self._settings
+        draft_model: DraftModel | MtpParts | None = mtp
         if (drafting := self._draft_checkpoint(checkpoint, span)) is not None:
             draft_model = DraftModel.load(drafting, checkpoint, dtype=DTYPES[settings.dtype], device=settings.device)
         return SharedBySamplers(draft_model, Grammars(checkpoint, self._metrics))
 
     def _draft_checkpoint(self, checkpoint: Checkpoint, span: Span) -> Checkpoint | None:
-        if self._settings.draft_model is None or span.end != checkpoint.num_blocks:
+        if self._settings.draft_model is None or self._has_mtp or span.end != checkpoint.num_blocks:
             return None
         return Checkpoint.from_pretrained(self._settings.draft_model, hub=self._hub)
 

@@ -1,14 +1,12 @@
 """How far a server has come with reading its weights, by the kernel's count of what this process has read."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, Self
 
 import psutil
 
 from corolla.models.checkpoint import Checkpoint
-from corolla.models.read_ahead import tensors_of
-from corolla.wire.span import Span
 
 _MOST: Final = 0.99
 """The share stays below one, since what follows the weights takes time, too."""
@@ -42,9 +40,9 @@ class StartProgress:
         self._began = num_read(), clock()
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, span: Span) -> Self:
-        """Counts the tensors of a span, as far as their files are here and are read, not mapped."""
-        return cls(sum(held.num_bytes for held in checkpoint.stored(tensors_of(checkpoint, span)).values()))
+    def of(cls, checkpoint: Checkpoint, names: Iterable[str]) -> Self:
+        """Counts the tensors of these stored names, as far as their files are here and are read, not mapped."""
+        return cls(sum(held.num_bytes for held in checkpoint.stored(names).values()))
 
     @property
     def share(self) -> float:

@@ -39,12 +39,14 @@ class KVStore:
         num_snapshots: how many times the states of all layers at the end of a page are kept for other sessions.
         key_shapes: for each kind of layers, the number of key heads and the sizes of keys and values, where these
             differ; then a slot has room for the largest. Otherwise empty.
+        mtp_layer: the last layer, if it is that of the multi-token prediction block.
 
     Attributes:
         scratch_page: the id of the scratch page; None without one.
         snapshots: the states at the ends of pages of the prefix cache.
         state_shapes: the shapes of the states of recurrent layers that were used, by layer.
         state_table: the states of all sessions, where kernels of a GPU compute them; None: each session has its own.
+        mtp_layer: the argument `mtp_layer`.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class KVStore:
         num_state_pages: int = 0,
         num_snapshots: int = 0,
         key_shapes: Collection[tuple[int, int, int]] = (),
+        mtp_layer: int | None = None,
     ) -> None:
         self.codec = codec
+        self.mtp_layer = mtp_layer
         self._key_shapes = key_shapes
         self._layer_shapes: dict[int, tuple[torch.Size, torch.Size]] = {}
         self.recurrent = frozenset(recurrent)
@@ -160,6 +164,10 @@ class KVStore:
         They are on the same device.
         """
         return stored if self.codec is None else self.codec.decode(stored)
+
+    def held_layers(self, layers: range) -> range:
+        """The layers of a session whose blocks these are: behind the last block, that of the prediction block, too."""
+        return range(layers.start, layers.stop + 1) if self.mtp_layer == layers.stop else layers
 
     def new_cache(self) -> "SessionCache":
         return SessionCache(self)
@@ -320,6 +328,8 @@ class SessionCache(SessionPages):
         states: the states of recurrent layers; None if the span has no such layers. A session with states continues
             only from positions with a kept state, so it finds a beginning of its text in the prefix cache only up to a
             page at whose end the store has a snapshot.
+        newest_output: for the multi-token prediction block, a position and the last block's output for the token before
+            it, `[1, H]` in the model's dtype on its device; None: it is not known.
     """
 
     def __init__(self, store: KVStore) -> None:
@@ -329,6 +339,7 @@ class SessionCache(SessionPages):
         self.states = SessionStates() if store.recurrent else None
         # The name of the newest states of the session's prompt that the store keeps.
         self._newest_snapshot: bytes | None = None
+        self.newest_output: tuple[int, Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -379,7 +390,7 @@ class SessionCache(SessionPages):
     def clear(self) -> None:
         """Gives all pages and states back, promised pages included. The next tokens may belong to other blocks."""
         super().clear()
-        self.blocks = None
+        self.blocks = self.newest_output = None
         if self.states is not None:
             self.states.truncate(0)
             self.store.snapshots.drop_unnamed(self)
@@ -449,6 +460,18 @@ class SessionCache(SessionPages):
         # Look-ups of an open are repeated if something was evicted.
         self.pool.version += 1
 
+    def clear_predicted(self, position: int, end: int) -> None:
+        """Writes zeros for the tokens `[position, end)` in the layer of the multi-token prediction block.
+
+        Nothing drafts for this session, but another one may share its pages.
+        """
+        layer = self.store.mtp_layer
+        if layer is None or position >= end:
+            return
+        for first, count in self.extents(end, position, self.store.group_of(layer)):
+            for tensor in self.store.layer(layer):
+                tensor.narrow(0, first, count).zero_()
+
     def _pages_between(self, start: int, end: int) -> list[int]:
         """The held pages of the tokens `[start, end)` in all groups."""
         indices = range(start // self.pool.page_tokens, self.pool.pages_for(end))
@@ -457,8 +480,10 @@ class SessionCache(SessionPages):
 
     def _take_account(self, other: SessionPages) -> None:
         super()._take_account(other)
-        if isinstance(other, SessionCache) and other.states is not None:
-            self.states = other.states.share()
+        if isinstance(other, SessionCache):
+            self.newest_output = other.newest_output
+            if other.states is not None:
+                self.states = other.states.share()
 
     def _empty(self) -> "SessionCache":
         twin = SessionCache(self.store)

@@ -133,6 +133,15 @@ def check_tokens(store: KVStore, layers: range, copy: TokenCopy) -> CheckedCopy:
     return CheckedCopy(copy, layers, whole, states)
 
 
+def without_last_layer(store: KVStore, layers: range, copy: TokenCopy) -> TokenCopy:
+    """The copy without the last layer, which these layers of the store lack; its keys and values come last.
+
+    A model with that layer has no recurrent states.
+    """
+    shorter = replace(copy, first_tokens=copy.first_tokens[: len(layers)])
+    return replace(shorter, payload=memoryview(copy.payload)[: _paged_bytes(store, layers, shorter)])
+
+
 @torch.inference_mode()
 def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
     """Writes a copy from another server into a session's cache, which first forgets the tokens from its position on.
@@ -141,7 +150,7 @@ def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
         OutOfPages: the tokens exceed the reserved ones, and the pool has too few pages.
         ValueError: the cache cannot continue from that position.
     """
-    copy, layers = checked.copy, checked.layers
+    copy, layers, store = checked.copy, checked.layers, cache.store
     hand_to_steps(checked.whole, *(tensor for state in checked.states.values() for tensor in state.tensors))
     cache.truncate(copy.position)
     if copy.num_tokens:
@@ -150,6 +159,8 @@ def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
         for tensor, slots, part in _paged_parts(cache, layers, copy, checked.whole):
             tensor.index_copy_(0, slots, part)
         cache.commit_copied(copy.end)
+        if store.held_layers(layers) != layers:
+            cache.clear_predicted(copy.position, copy.end)
     if copy.has_states and cache.states is not None:
         cache.states.arrive(copy.end, checked.states)
 

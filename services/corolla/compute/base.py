@@ -79,6 +79,7 @@ class PackedStep:
         backend: AttentionBackend,
         device: torch.device,
         adapters: Any = None,
+        num_hidden: int = 0,
     ) -> Self:
         """The step of rows whose pages may be written; one copy brings all numbers to the device.
 
@@ -87,13 +88,17 @@ class PackedStep:
             backend: the attention.
             device: the device of hidden states.
             adapters: see `PackedStep`.
+            num_hidden: how many of a session's first tokens no row sees; rows begin behind them.
 
         Raises:
             OutOfPages: the table of states has too few slots.
         """
         positions = [row.position + index for row in rows for index in range(row.num_tokens)]
         ends = [*accumulate((row.num_tokens for row in rows), initial=0)]
-        packed = [PackedRow(row.cache, row.position, *place) for row, place in zip(rows, pairwise(ends), strict=True)]
+        packed = [
+            PackedRow(row.cache, row.position - num_hidden, *place, num_hidden)
+            for row, place in zip(rows, pairwise(ends), strict=True)
+        ]
         numbers: list[tuple[Sequence[int], torch.dtype]] = [(positions, torch.int64)]
         # The family's own code runs rows with adapters, and keeps their states by itself.
         if store.state_table is not None and all(row.adapter is None for row in rows):

@@ -37,6 +37,7 @@ class DecodeGraphs:
         backend: the attention; it may read only what the batch has prepared, and not the batch's rows.
         record: see `Record`.
         sizes: for each recorded step, its number of rows.
+        num_layers: how many layers a step runs, from the first one on; None: all.
 
     Attributes:
         buffers: the tensors that the recorded steps read and write.
@@ -53,10 +54,11 @@ class DecodeGraphs:
         backend: AttentionBackend,
         record: Record,
         sizes: Sequence[int] = SIZES,
+        num_layers: int | None = None,
     ) -> None:
         self.num_replays = 0
         self._blocks = blocks
-        self._layers = range(blocks.num_layers)
+        self._layers = range(blocks.num_layers if num_layers is None else num_layers)
         self.buffers = buffers
         self._backend = backend
         self._low_rank = blocks.low_rank

@@ -71,7 +71,7 @@ def _failure(runner: SpanRunner, record: Record, ladder: Sequence[int]) -> str |
         # A recording has room for the results of so many pages. With more of them it would attend as chunks do.
         most_pages = MOST_PART_BYTES // max(1, blocks.page_part_bytes)
         buffers = DecodeBuffers(runner.store, sizes[-1], _max_tokens(runner), like, most_pages)
-        graphs = DecodeGraphs(blocks, buffers, runner.backend, record, sizes)
+        graphs = DecodeGraphs(blocks, buffers, runner.backend, record, sizes, len(runner.span))
         recorded_s = time.perf_counter() - began_s
         adapters = [None] if blocks.low_rank is None else [None, _made_up_adapter(runner.model)]
         for adapter in adapters:

@@ -13,6 +13,7 @@ from corolla.chassis.errors import NonFiniteOutput
 from corolla.compute.attention.backends import ShapeProbe, choose_backend
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from corolla.compute.attention.latents import shapes_of_latents
+from corolla.compute.attention.sdpa import SdpaAttention
 from corolla.compute.base import Blocks, Embed, LaunchedBatch, PackedStep, RowWork
 from corolla.compute.compiled_blocks import choose_compiled_blocks
 from corolla.compute.decode_buffers import DecodeStep
@@ -85,6 +86,7 @@ class SpanRunner:
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages, num_snapshots=num_snapshots, key_shapes=key_shapes(model.config),
+            mtp_layer=model.mtp_layer,
         )  # fmt: skip
         if model.fused is not None:
             self.blocks = FusedBlocks(model.fused, self.stacks)
@@ -104,6 +106,8 @@ class SpanRunner:
         self.backend: AttentionBackend = choose_backend(
             attention, model.device, model.dtype, page_tokens, shapes=shapes, codec=codec
         )
+        # Whole blocks attend in ways of their own, which show a token all tokens before it.
+        self._mtp_blocks, self._mtp_backend = self.blocks, SdpaAttention()
         if model.fused is not None:
             given = (model.fused, self.store, self.backend, model.dtype)
             self.blocks = (
@@ -155,6 +159,44 @@ class SpanRunner:
             self.finish(launched, [0], self.span)
         finally:
             cache.clear()
+
+    def warm_up_mtp(self) -> None:
+        """Runs the layer of the multi-token prediction block once, which allocates its memory; see `warm_up`."""
+        cache = self.new_cache()
+        cache.reserve(2)
+        try:
+            hidden = torch.zeros(1, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device)
+            self.predict([RowWork(cache, 1, 1)], hidden)
+        finally:
+            cache.clear()
+
+    @torch.inference_mode()
+    def predict(self, rows: Sequence[RowWork], hidden: Tensor) -> Tensor:
+        """Runs the layer of the multi-token prediction block, which stores keys and values in the session's pages.
+
+        The first token of a text has none there, since no output precedes it, and the others do not see it.
+
+        Args:
+            rows: rows of different sessions. A row may begin where the session's tokens end: its tokens are draft
+                tokens then, within the session's reserved tokens, and the next step writes over them.
+            hidden: `[sum of num_tokens, H]`, the layer's inputs, row after row, in the model's dtype on its device.
+
+        Returns:
+            The layer's output, `[sum of num_tokens, H]` in the same dtype, on the same device.
+
+        Raises:
+            ValueError: a row begins with the first token of a text, or ends beyond the reserved tokens.
+            OutOfPages: the pool has too few pages.
+        """
+        for row in rows:
+            cache, end = row.cache, row.position + row.num_tokens
+            if row.position < 1 or end > cache.num_reserved_tokens:
+                raise ValueError(f"a row of the tokens [{row.position}, {end}) cannot be predicted")
+            if end > cache.num_tokens:
+                cache.prepare(cache.num_tokens, end - cache.num_tokens)
+        step = PackedStep.of(rows, self.store, self._mtp_backend, hidden.device, num_hidden=1)
+        self.model.adapters = None
+        return self._mtp_blocks.forward(step, hidden, (len(self.span),))
 
     def forward(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
         """Launches and finishes a batch, and returns its output; raises if a row is not finite.
@@ -251,7 +293,7 @@ class SpanRunner:
         return torch.cat([next(outputs[0 if each else 1]) for each in have_adapters])
 
     def _together(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> Tensor:
-        step, layers = self._packed_step(rows, hidden.device), self.span.indices(blocks)
+        step, layers = self._packed_step(rows, hidden.device), self.model.all_blocks.indices(blocks)
         # The hooks of modules read them there.
         self.model.adapters = step.adapters
         if not any(row.takes_prompts for row in rows):
@@ -272,7 +314,7 @@ class SpanRunner:
         return PackedStep.of(rows, self.store, self.backend, device, self.blocks.adapters(rows))
 
     def _check(self, rows: Sequence[RowWork], hidden: Tensor, blocks: Span) -> None:
-        self.span.indices(blocks)
+        self.model.all_blocks.indices(blocks)
         num_tokens, caches = 0, set[int]()
         for row in rows:
             cache, position = row.cache, row.position

@@ -10,6 +10,7 @@ from corolla.decoding.grammar import AnswerGrammar
 from corolla.decoding.prompt_lookup import LOOKUP_RATES, PromptLookup
 from corolla.decoding.sampling import Sampler, sample_together
 from corolla.decoding.speculation import DraftLength
+from corolla.models.mtp import MTP_RATES, MtpParts
 from corolla.v1 import blocks_pb2 as pb
 
 _FORCED_RATE: Final = 0.95
@@ -38,9 +39,14 @@ class Drafter(Protocol):
 
 
 class Speculator:
-    """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block."""
+    """Drafts for one answer with the answer's own sampler, and learns from each of its steps. Its methods block.
 
-    def __init__(self, drafter: Drafter, length: DraftLength) -> None:
+    Attributes:
+        mtp: the drafts of the model's own block, which are made between `begin` and `draft`; None: other drafts.
+    """
+
+    def __init__(self, drafter: Drafter, length: DraftLength, mtp: "MtpDrafter | None" = None) -> None:
+        self.mtp = mtp
         self._drafter = drafter
         self._length = length
         self._evidence: int | None = None
@@ -60,8 +66,8 @@ class Speculator:
         if self._step_began_s is not None:
             self._length.observe(self._evidence, num_drafted, num_accepted, time.monotonic() - self._step_began_s)
 
-    def draft(self, token_ids: Sequence[int], sampler: Sampler, num_tokens_left: int) -> list[int]:
-        """Drafts what follows `token_ids`, which the sampler chose since the last call.
+    def begin(self, token_ids: Sequence[int], num_tokens_left: int) -> int:
+        """Takes `token_ids`, which the sampler chose since the last call. Returns how many tokens to draft after them.
 
         Args:
             num_tokens_left: how many tokens the answer may still have after these.
@@ -72,12 +78,15 @@ class Speculator:
         if self._drafter.is_behind:
             self._drafter.read_chunk()
             if self._drafter.is_behind:
-                return []
+                return 0
         self._evidence = self._drafter.evidence
         if self._evidence is None:
-            return []
+            return 0
         # The answer's last token needs no step, so a draft token at it is of no use.
-        num_tokens = self._length.choose(self._evidence, max(0, num_tokens_left - 1))
+        return self._length.choose(self._evidence, max(0, num_tokens_left - 1))
+
+    def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
+        """Drafts at most `num_tokens` tokens after those that `begin` took."""
         if num_tokens == 0:
             return []
         try:
@@ -87,27 +96,32 @@ class Speculator:
 
 
 def make_speculator(
-    message: pb.Sampler, draft_model: DraftModel | None, grammar: AnswerGrammar | None = None
+    message: pb.Sampler, draft_model: DraftModel | MtpParts | None, grammar: AnswerGrammar | None = None
 ) -> Speculator | None:
     """The speculator that a session's sampler asks for; None without drafts, or if the draft model is missing.
 
     Args:
+        draft_model: the draft model of this server, or the block of the model itself that drafts in its place.
         grammar: the grammar of the session's sampler.
     """
     drafts = message.drafts
     drafter: Drafter
+    mtp: MtpDrafter | None = None
     rates: tuple[float, ...]
     if drafts.source == pb.Drafts.SOURCE_PROMPT_LOOKUP:
         drafter, rates = PromptLookup(), LOOKUP_RATES
-    elif drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL and draft_model is not None:
+    elif drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL and isinstance(draft_model, DraftModel):
         drafter, rates = ModelDrafter(draft_model), DRAFT_MODEL_RATES
+    elif drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL and draft_model is not None:
+        drafter = mtp = MtpDrafter()
+        rates = MTP_RATES
     else:
         return None
     if grammar is not None:
         drafter, rates = GrammarDrafter(drafter, grammar), (_FORCED_RATE, *rates)
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
-    return Speculator(drafter, length)
+    return Speculator(drafter, length, mtp)
 
 
 class ModelDrafter:
@@ -147,6 +161,32 @@ class ModelDrafter:
             newest = token.token_id
             drafted.append(newest)
         return drafted
+
+
+class MtpDrafter:
+    """Hands over what the multi-token prediction block has drafted, for all sessions of a step at once.
+
+    Attributes:
+        token_ids: the text so far.
+        drafted: the tokens that the block drafts next.
+    """
+
+    is_behind = False
+    evidence = 0
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.drafted: list[int] = []
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self.drafted = []
+
+    def read_chunk(self) -> None:
+        """Nothing is left to read: the block reads each token of the text in the step that computes it."""
+
+    def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
+        return self.drafted[:num_tokens]
 
 
 class GrammarDrafter:

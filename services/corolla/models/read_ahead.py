@@ -9,6 +9,7 @@ from typing import Final
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors
+from corolla.models.mtp import mtp_tensors
 from corolla.models.span_model import span_tensors
 from corolla.models.weights import read_header
 from corolla.wire.span import Span
@@ -20,12 +21,19 @@ _NUM_THREADS: Final = 4
 _SHARE_OF_MEMORY: Final = 2
 
 
-def tensors_of(checkpoint: Checkpoint, span: Span) -> list[str]:
-    """The stored names of the tensors that a server of a span loads, ends of the model included."""
+def tensors_of(checkpoint: Checkpoint, span: Span, *, has_mtp: bool = False) -> list[str]:
+    """The stored names of the tensors that a server of a span loads, ends of the model included.
+
+    Args:
+        has_mtp: whether the server of the last block loads the multi-token prediction block, too.
+    """
     has_head = span.end == checkpoint.num_blocks
-    has_embedding = span.start == 0 or (has_head and checkpoint.has_tied_edges)
+    has_mtp = has_mtp and has_head
+    has_embedding = span.start == 0 or has_mtp or (has_head and checkpoint.has_tied_edges)
     ends = edge_tensors(checkpoint, has_embedding=has_embedding, has_head=has_head) if has_embedding or has_head else {}
-    return [*span_tensors(checkpoint, span).values(), *ends.values()]
+    mtp = mtp_tensors(checkpoint) if has_mtp else {}
+    read = Span(span.start, span.end + 1) if has_mtp else span
+    return [*span_tensors(checkpoint, read).values(), *ends.values(), *mtp.values()]
 
 
 def parts_of(weight_index: Mapping[str, Path], names: Iterable[str]) -> dict[Path, list[tuple[int, int]]]:

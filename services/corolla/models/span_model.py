@@ -29,6 +29,7 @@ from corolla.models.empty_model import model_class_of, without_weights
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import DenseLinear, choose_products, replace_linears
+from corolla.models.mtp import NOT_OF_LAYER, with_mtp_layer
 from corolla.models.packed.choice import layouts_of, types_of
 from corolla.models.packed.modules import (
     PackedExpertWeights,
@@ -66,9 +67,13 @@ class SpanModel:
     The layers are numbered from 0 at `span.start`; this number is the layer's index in any cache. To run only some of
     the blocks, the model makes a view that shares the layers and keeps their numbers.
 
+    Args:
+        has_mtp_layer: whether the decoder layer of the multi-token prediction block follows the blocks; see `mtp`.
+
     Attributes:
         span: the blocks.
-        config: the model's configuration, reduced to the span.
+        all_blocks: the blocks, and the one behind them if that is the layer of the multi-token prediction block.
+        config: the model's configuration, reduced to all blocks.
         family: the row of the table of families.
         windows: the attention window of each layer; see `attention_windows`.
         packs_rows: whether rows of different sessions may be packed into one call.
@@ -79,8 +84,9 @@ class SpanModel:
         long_rope: the rotary embedding, if it has to know which tokens belong to long texts; else None.
     """
 
-    def __init__(self, base: PreTrainedModel, span: Span, family: Family) -> None:
+    def __init__(self, base: PreTrainedModel, span: Span, family: Family, *, has_mtp_layer: bool = False) -> None:
         self.span = span
+        self.all_blocks = Span(span.start, span.end + 1) if has_mtp_layer else span
         self.family = family
         self.windows = attention_windows(base, family)
         self.packs_rows = packs_rows(family, base.config)
@@ -92,7 +98,7 @@ class SpanModel:
         self._takes_adapters = False
         self._is_laid_out = False
         self._base = base
-        self._views: dict[Span, PreTrainedModel] = {span: base}
+        self._views: dict[Span, PreTrainedModel] = {self.all_blocks: base}
 
     @property
     def config(self) -> PretrainedConfig:
@@ -101,6 +107,11 @@ class SpanModel:
     @functools.cached_property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
+
+    @property
+    def mtp_layer(self) -> int | None:
+        """The index of the layer of the multi-token prediction block; None without one."""
+        return None if self.all_blocks == self.span else len(self.span)
 
     @property
     def nbytes(self) -> int:
@@ -248,7 +259,7 @@ class SpanModel:
             hidden: `[B, T, H]`, the output of the block before `blocks`, in the model's dtype and on its device.
             position_ids: int64 `[B, T]`, on the same device, absolute positions; None: those that follow the cached
                 tokens.
-            blocks: a run within the span; None runs the whole span.
+            blocks: a run within `all_blocks`; None runs the whole span.
             past_key_values: a transformers cache, or None for attention functions that keep their own.
             attention_mask: a mask in the form of the family's base model.
 
@@ -269,7 +280,7 @@ class SpanModel:
     def _view(self, blocks: Span) -> PreTrainedModel:
         view = self._views.get(blocks)
         if view is None:
-            view = self._views[blocks] = self._cut_view(self.span.indices(blocks))
+            view = self._views[blocks] = self._cut_view(self.all_blocks.indices(blocks))
         return view
 
     def _cut_view(self, indices: range) -> PreTrainedModel:
@@ -319,6 +330,7 @@ def load_span(
     device: torch.device | str = "cpu",
     attention: str = "sdpa",
     quantization: str = "none",
+    has_mtp_layer: bool = False,
 ) -> SpanModel:
     """Reads a span's tensors, and only those, into a model.
 
@@ -327,6 +339,8 @@ def load_span(
         attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
         quantization: how linear layers hold their weights: `none`; `int8` or `int4`, quantised after reading; `packed`,
             packed as in the files.
+        has_mtp_layer: whether to read the decoder layer of the multi-token prediction block, too, which the checkpoint
+            has; the span then ends with the model's last block.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the configuration says, or cannot be read.
@@ -338,21 +352,22 @@ def load_span(
             f"{checkpoint.name} has {checkpoint.num_blocks} blocks, so it has no span {span}; ask for blocks within "
             f"0:{checkpoint.num_blocks}."
         )
-    config = copy.deepcopy(checkpoint.config)
+    config = with_mtp_layer(checkpoint.config) if has_mtp_layer else copy.deepcopy(checkpoint.config)
+    read = Span(span.start, span.end + 1) if has_mtp_layer else span
     kept = checkpoint.family.read_weights
     base = build_cut(
         checkpoint,
         model_class_of(AutoModel, config),
         config,
-        functools.partial(cut_to_span, family=checkpoint.family, span=span),
-        span_tensors(checkpoint, span),
+        functools.partial(cut_to_span, family=checkpoint.family, span=read),
+        span_tensors(checkpoint, read),
         dtype=dtype,
         device=device,
         quantization=quantization,
         attention=attention,
         changing=lambda model: quantizer(model, quantization, kept, device),
     )
-    return SpanModel(base, span, checkpoint.family)
+    return SpanModel(base, span, checkpoint.family, has_mtp_layer=has_mtp_layer)
 
 
 def make_span(
@@ -423,13 +438,18 @@ def _cut_class_of(
 
 
 def span_tensors(checkpoint: Checkpoint, span: Span) -> dict[str, str]:
-    """Maps the names of the span's tensors in the cut base model to those in the files, with or without a prefix."""
+    """Maps the names of the span's tensors in the cut base model to those in the files, with or without a prefix.
+
+    The block behind the model's last one is the decoder layer of the multi-token prediction block.
+    """
     prefix = model_class_of(AutoModel, checkpoint.config).base_model_prefix
     layer = re.compile(rf"(?:{re.escape(prefix)}\.)?{re.escape(checkpoint.family.layers)}\.(\d+)\.(.+)")
     names: dict[str, str] = {}
     for name, stored in checkpoint.names.items():
         match = layer.fullmatch(name)
         if match and span.start <= int(match[1]) < span.end:
+            if int(match[1]) == checkpoint.num_blocks and match[2].startswith(NOT_OF_LAYER):
+                continue
             names[f"{checkpoint.family.layers}.{int(match[1]) - span.start}.{match[2]}"] = stored
     if not names and len(span):
         other = next((each for each in checkpoint.weight_index if f"{checkpoint.family.layers}." in each), "none")

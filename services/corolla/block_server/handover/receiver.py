@@ -12,7 +12,15 @@ from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import Peer
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import KVStore, SessionCache
-from corolla.cache.transfer import CheckedCopy, TokenCopy, check_tokens, forget_unsent, note_unsent, write_tokens
+from corolla.cache.transfer import (
+    CheckedCopy,
+    TokenCopy,
+    check_tokens,
+    forget_unsent,
+    note_unsent,
+    without_last_layer,
+    write_tokens,
+)
 from corolla.chassis.errors import (
     ChecksumMismatch,
     CorollaError,
@@ -106,7 +114,9 @@ class HandoverReceiver:
         """Checks that a part may come for its session. Returns where its layers are stored."""
         session = self._arriving(control)
         blocks = session.request.blocks
-        if len(control.first_tokens) != len(blocks) or control.num_tokens > self.max_part_tokens:
+        # The sender may have the layer of the multi-token prediction block, too, whether or not this server has it.
+        has_one_for_each = len(control.first_tokens) in (len(blocks), len(blocks) + 1)
+        if not has_one_for_each or control.num_tokens > self.max_part_tokens:
             raise MalformedMessage(
                 "handover", "must have a first token for each block, and no more tokens than one part takes"
             )
@@ -141,8 +151,8 @@ class HandoverReceiver:
     def _write(self, control: pb.HandoverTokens, checked: CheckedCopy) -> int:
         """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
         # The session may have been offered anew since the part was checked.
-        _, layers = self._check(control)
-        if layers != checked.layers:
+        store, layers = self._check(control)
+        if checked.layers not in (layers, store.held_layers(layers)):
             raise HopSessionLost("the session was offered for other blocks")
         session = self._arriving(control)
         cache, copy = session.cache, checked.copy
@@ -152,9 +162,9 @@ class HandoverReceiver:
         write_tokens(cache, checked)
         cache.blocks, session.applied_step_id = session.request.blocks, control.step_id
         if session.state is SessionState.STANDBY:
-            note_unsent(session.unsent_before, cache.store, layers, copy)
+            note_unsent(session.unsent_before, store, checked.layers, copy)
         if control.is_last:
-            forget_unsent(cache, layers, copy.first_tokens)
+            forget_unsent(cache, checked.layers, copy.first_tokens)
             self.sessions.arrived(session, is_idle=control.is_idle)
         return cache.num_tokens
 
@@ -181,4 +191,8 @@ def _checked(store: KVStore, layers: range, control: pb.HandoverTokens, payload:
         payload,
         control.is_last or control.has_states,
     )
-    return check_tokens(store, layers, copy)
+    if len(copy.first_tokens) == len(layers):
+        return check_tokens(store, layers, copy)
+    if (held := store.held_layers(layers)) == layers:
+        copy = without_last_layer(store, layers, copy)
+    return check_tokens(store, held, copy)

@@ -214,15 +214,18 @@ class HandoverSender:
 
     def _states_due_at(self, session: HopSession[SessionCache], progress: HandoverProgress) -> int:
         """How many tokens a session has when its states are sent to its standby again."""
-        store, layers = session.cache.store, self.span.indices(session.request.blocks)
+        store, layers = session.cache.store, self._layers(session)
         per_token = max(1, token_bytes(store, layers))
         interval = state_bytes(store, layers) // (_MOST_OF_STATES * per_token)
         return progress.states_at + min(max(1, interval), _MOST_BETWEEN_STATES)
 
+    def _layers(self, session: HopSession[SessionCache]) -> range:
+        return session.cache.store.held_layers(self.span.indices(session.request.blocks))
+
     def _check_states(self, session: HopSession[SessionCache]) -> None:
         # All recurrent states of a session travel in one frame.
         max_state_bytes = between_servers().max_frame_bytes - self.max_part_bytes - _MARGIN_BYTES
-        if state_bytes(session.cache.store, self.span.indices(session.request.blocks)) > max_state_bytes:
+        if state_bytes(session.cache.store, self._layers(session)) > max_state_bytes:
             raise MessageTooLarge("the recurrent states of a session are larger than a frame")
 
     def continue_with(self, session_id: bytes, address: str, transfer_id: bytes, progress: HandoverProgress) -> None:
@@ -287,7 +290,7 @@ class HandoverSender:
     def _state(self, session: HopSession[SessionCache]) -> tuple[int, int, int]:
         """How many tokens a session holds, how many have not changed, and the most tokens of its parts."""
         cache = session.cache
-        num_bytes = max(1, token_bytes(cache.store, self.span.indices(session.request.blocks)))
+        num_bytes = max(1, token_bytes(cache.store, self._layers(session)))
         most = max(1, min(self.max_part_tokens, self.max_part_bytes // num_bytes))
         return cache.num_tokens, cache.num_unchanged_tokens, most
 
@@ -297,7 +300,7 @@ class HandoverSender:
         """Begins to copy a part, in the compute thread. The last part pauses the session, and always has states."""
         request, cache = session.request, session.cache
         has_states = has_states or is_last
-        finish = read_tokens(cache, self.span.indices(request.blocks), start, num_tokens, has_states=has_states)
+        finish = read_tokens(cache, self._layers(session), start, num_tokens, has_states=has_states)
         cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from corolla.cache.store import KVStore, SessionCache
+from corolla.cache.tables import Extent
 from corolla.wire.device_copies import copied_numbers
 
 SHORT_ROW: Final = 8
@@ -30,16 +31,30 @@ class PackedRow:
     Attributes:
         cache: the session's cache, prepared for this step.
         position: the position of the first new token in the session.
+        num_hidden: how many of the session's first tokens the row does not see; its positions count from there on.
     """
 
     cache: SessionCache
     position: int
     start: int
     end: int
+    num_hidden: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    def slots(self, group: int) -> Sequence[int]:
+        """The slots of the new tokens in a group of layers."""
+        return self.cache.slots(self.num_hidden + self.position, self.num_tokens, group)
+
+    def extents(self, start: int, end: int, group: int) -> tuple[Extent, ...]:
+        """The runs that hold the positions `[start, end)` in a group of layers."""
+        return self.cache.extents(self.num_hidden + end, self.num_hidden + start, group)
+
+    def gather(self, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Copies the keys and values of the positions `[start, end)`; see `SessionCache.gather`."""
+        return self.cache.gather(layer, self.num_hidden + end, self.num_hidden + start)
 
 
 @dataclass(slots=True)
@@ -241,7 +256,7 @@ class AttentionBatch:
         key = (number, self.store.group_of(layer), start, end)
         extents = self._extents.get(key)
         if extents is None:
-            extents = self._extents[key] = self.rows[number].cache.extents(end, start, key[1])
+            extents = self._extents[key] = self.rows[number].extents(start, end, key[1])
         return extents
 
     def bias(
@@ -270,4 +285,4 @@ CALLED: Final = ContextVar[AttentionBatch]("the batch that the family's own code
 
 def slots_of(rows: Sequence[PackedRow], group: int) -> list[int]:
     """The slots of the new tokens of all rows in a group of layers."""
-    return [slot for row in rows for slot in row.cache.slots(row.position, row.num_tokens, group)]
+    return [slot for row in rows for slot in row.slots(group)]

@@ -17,6 +17,7 @@ All tensors of a call are on the device of the pages, in the model's dtype.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast
 
 import torch
@@ -194,8 +195,8 @@ def attend_to_latents(
     for run in runs_within(costs, MAX_EXPANDED_BYTES):
         ends = [0, *itertools.accumulate(row.num_tokens for row in rows[run])]
         placed = tuple(
-            PackedRow(row.cache, row.position, *place)
-            for row, place in zip(rows[run], itertools.pairwise(ends), strict=True)
+            replace(row, start=start, end=end)
+            for row, (start, end) in zip(rows[run], itertools.pairwise(ends), strict=True)
         )
         queries = query.new_empty(ends[-1], *sizes)
         for row, place in zip(rows[run], placed, strict=True):
@@ -252,7 +253,7 @@ def sums_of_latents(batch: AttentionBatch, layer: int, query: Tensor, scaling: f
         piece_tokens = max(1, most // bytes_of_latent(query, row.num_tokens))
 
         def attended(start: int, num_keys: int, row: PackedRow = row, own: Tensor = own) -> Part:
-            latents, rotated = row.cache.gather(layer, start + num_keys, start)
+            latents, rotated = row.gather(layer, start, start + num_keys)
             bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
             return _shared_keys(own, latents[0].float(), rotated[0].float(), bias)
 
@@ -353,7 +354,7 @@ def _in_pieces(attended: Callable[[int, int], Part], piece_tokens: int, row: Pac
 
 def _latents(module: nn.Module, row: PackedRow, start: int, end: int) -> tuple[Tensor, Tensor]:
     """The latents and rotated keys of a row's positions `[start, end)`, `[1, end - start, size]` each."""
-    return row.cache.gather(cast(Any, module).layer_idx, end, start)
+    return row.gather(cast(Any, module).layer_idx, start, end)
 
 
 def _expanded(module: nn.Module, parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
