@@ -39,7 +39,6 @@ _NUM_PLANS: Final = 100
 _SESSION_TOKENS: Final = 256
 _LEASE_MS: Final = 600_000
 _NUM_ROUTERS: Final = 2
-_NUM_SERVICES: Final = 4
 _NUM_HOLDERS: Final = 4
 _READY_S: Final = 30.0
 _MOST_LINE_BYTES: Final = 1 << 24
@@ -51,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=64, help="that each of them places within one heartbeat")
     parser.add_argument("--deaths", type=int, default=100, help="servers of the largest fleet that die at once")
     parser.add_argument("--held", type=int, default=10_000, help="sessions that the fleet holds then")
+    parser.add_argument("--services", type=int, default=4, help="client services that hold them")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
@@ -102,10 +102,10 @@ async def _deaths(redis_url: str, count: int, options: argparse.Namespace) -> li
         living, dying = [await _started(stack, "fleet_servers", model, str(size), *routers) for size in sizes]
         await _line(living)
         dead = await _line(dying)
-        held = str(options.held // _NUM_SERVICES)
+        held = str(options.held // options.services)
         services = [
             await _started(stack, "fleet_client", routers[number % _NUM_ROUTERS], model, held)
-            for number in range(_NUM_SERVICES)
+            for number in range(options.services)
         ]
         for each in services:
             _pipe(each.stdin).write(dead)
