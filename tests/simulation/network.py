@@ -483,6 +483,10 @@ class _Call:
 
     # --- the handler's end ---
 
+    @property
+    def caller(self) -> str:
+        return self._connection.client.name
+
     def lost_by_server(self) -> None:
         process = self._connection.server
         if process.is_frozen:
@@ -562,6 +566,9 @@ class _Context:
 
     def auth_context(self) -> dict[str, list[bytes]]:
         return {}
+
+    def peer(self) -> str:
+        return self._call.caller
 
 
 class _Channel:
