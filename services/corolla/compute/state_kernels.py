@@ -388,7 +388,7 @@ class _StateTrial:
             num_pages, self._page_tokens, model.windows, recurrent=recurrent_layers(config),
             pageless=pageless_layers(config), key_shapes=key_shapes(config), codec=self._codec,
         )  # fmt: skip
-        if blocks is self._blocks:
+        if blocks is self._blocks and store.recurrent:
             store.use_state_table()
         caches = [store.new_cache() for _ in range(count)]
         for cache in caches:
