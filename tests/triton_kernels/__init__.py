@@ -18,8 +18,11 @@ FAMILIES: Final = [
 ]  # fmt: skip
 """Families whose chains run by the kernels: together they have every feature that any family has there."""
 QUICK_FAMILY: Final = "qwen3"
-STATE_FAMILIES: Final = ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "falcon_h1", "bamba", "olmo_hybrid", "lfm2"]
-"""Families with recurrent states that run by the kernels."""
+STATE_FAMILIES: Final = [
+    "qwen3_next", "deepseek_v3", "kimi_linear", "granitemoehybrid", "falcon_h1", "glm4_moe_lite", "lfm2", "olmo_hybrid",
+    "bamba",
+]  # fmt: skip
+"""Families with recurrent states or latents that run by the kernels."""
 PACKAGES: Final = Path(os.environ.get("COROLLA_TRITON", Path(sys.prefix) / "triton"))
 
 
