@@ -36,7 +36,6 @@ from tests.faults.pauses import PAUSES
 from tests.faults.places import places
 from tests.faults.running_stack import TINY_SPANS, RunningStack, start_stack
 from tests.faults.soak import soak
-from tests.faults.takeover import ENVIRONMENT as TAKEOVER_SETTINGS
 from tests.faults.takeover import takeover
 from tests.faults.tasks import tasks
 
@@ -58,7 +57,7 @@ ROWS: dict[str, tuple[Row, int, int, str]] = {
     "drain": (drain, 1, 1, "rolling drain of every server under 16 streams"),
     "client": (client_service, 6, 2, "kill -9 of a client service; its callers go on at another one"),
     "herd": (herd, 2, 1, "one of two replicas dies with 64 live sessions"),
-    "takeover": (takeover, 20, 2, "kill -9 of the only server of a span that another one keeps the weights of"),
+    "takeover": (takeover, 10, 1, "kill -9 of all servers of a span whose weights another one keeps"),
     "library": (library, 14, 4, "kill -9 of each hop while `generate` of transformers runs"),
     "soak": (soak, 3, 0, "a fault every 20 seconds"),
 }
@@ -67,16 +66,12 @@ _ALONE: Final = frozenset({"drain"})
 # Its relays have addresses that no certificate names.
 _IN_THE_CLEAR: Final = frozenset({"cut"})
 # Drafts are always as long as they may be: they are what is to be wrong at times.
-_SETTINGS: Final = {
-    "adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}, "takeover": TAKEOVER_SETTINGS
-}  # fmt: skip
-# So many servers choose their blocks; those of the other rows hold what they are told, and each span twice.
-_NUM_AUTO: Final = {"takeover": 4}
+_SETTINGS: Final = {"adapters": ADAPTER_SETTINGS, "forms": {"COROLLA_ADAPTIVE_DRAFTS": "false"}}
 # A stack takes as long to start as some rows take. The rows that add a client service come last: they leave sessions on
 # servers, which end with their leases.
 _ON_ONE_STACK: Final = (
     ("redis", "places", "herd", "cancel", "tasks"),
-    ("freeze", "kill", "churn", "library", "client"),
+    ("freeze", "kill", "churn", "takeover", "library", "client"),
 )
 _ENDED: Final = re.compile(r"^(\w+) ended with \d+ after (\d+) s$", re.MULTILINE)
 # A soak that is short tells nothing that the others do not.
@@ -94,11 +89,8 @@ async def run_together(
 ) -> int:
     """Does rows that need the same settings, one after the other, on one stack. Returns the exit status."""
     status, is_secure = 0, rows[0] not in _IN_THE_CLEAR
-    settings, num_auto = _SETTINGS.get(rows[0]), _NUM_AUTO.get(rows[0])
-    async with start_stack(
-        model, "auto" if num_auto else spans, settings,
-        outage_s=outage_s, context=context, is_secure=is_secure, num_servers=num_auto,
-    ) as stack:  # fmt: skip
+    settings = _SETTINGS.get(rows[0])
+    async with start_stack(model, spans, settings, outage_s=outage_s, context=context, is_secure=is_secure) as stack:
         # The callers are here: what was imported took the collector half a second, in which no token could arrive.
         settle()
         for row in rows:

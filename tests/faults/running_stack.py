@@ -61,8 +61,7 @@ class RunningStack:
         self.context = context
         self.client = client
         self._ends = ends
-        given = {server.blocks for server in self.servers} - {"auto"}
-        self.spans = sorted(given, key=lambda span: int(span.partition(":")[0]))
+        self.spans = sorted({server.blocks for server in self.servers}, key=lambda span: int(span.partition(":")[0]))
         self._service = self.process("client")
 
     @property
@@ -221,20 +220,15 @@ async def start_stack(
     context: int = 0,
     is_secure: bool = True,
     is_shared: bool = False,
-    num_servers: int | None = None,
 ) -> AsyncIterator[RunningStack]:
-    """A stack that is ready; "tiny" is a random model of six blocks. Other machines may join it if `is_shared`.
-
-    Args:
-        num_servers: where `spans` is "auto".
-    """
+    """A stack that is ready; "tiny" is a random model of six blocks. Other machines may join it if `is_shared`."""
     with tempfile.TemporaryDirectory(prefix="corolla-faults-") as name:
         folder = Path(name)
         if model == "tiny":
             changes = {"max_position_embeddings": 8192}
             model = str(make_tiny_checkpoint("llama", folder / "tiny", num_blocks=NUM_BLOCKS, config_changes=changes))
         options = StackOptions(
-            model=model, blocks=spans, num_servers=num_servers, log_folder=folder / "logs", restarts=False,
+            model=model, blocks=spans, log_folder=folder / "logs", restarts=False,
             is_secure=is_secure,
             shared_host="127.0.0.1" if is_shared else "", state_folder=folder / "state" if is_shared else None,
             # A stack in a terminal ends at once; what is proved here are the times of a cluster.

@@ -1,48 +1,67 @@
-"""kill -9 of the only server of a span: a server that keeps its weights takes it over, and every answer goes on."""
+"""kill -9 of all servers of a span: a server that keeps its weights takes it over, and every answer goes on."""
 
 import asyncio
 import random
 import time
+from dataclasses import replace
 from typing import Final
 
 from corolla.local.processes import ManagedProcess
 from corolla.v1 import router_pb2
 from corolla.wire.span import Span
 from tests.faults.figures import Figures, say
-from tests.faults.running_stack import RunningStack
+from tests.faults.running_stack import NUM_BLOCKS, RunningStack
 from tests.faults.streams import Answer, Repertoire, listen, until_tokens
 from tests.integration.waiting import until
 
-ENVIRONMENT: Final = {
-    "COROLLA_SPARE_MIB": "4096",
-    # The servers are alike, and share two cores with other rows: what they measure must not move any of them.
-    "COROLLA_REBALANCE_MIN_GAIN": "10",
-}
-MAX_STALL_S = 3.0
+MAX_STALL_S: Final = 3.0
 _NUM_STREAMS: Final = 4
 _MAX_TOKENS: Final = 256
+_SETTINGS: Final = {"COROLLA_SPARE_MIB": "4096"}
 
 
 async def takeover(stack: RunningStack, rng: random.Random, runs: range) -> int:
-    """Each run has four streams; servers choose their blocks, one more than the model needs."""
+    """One server of the first span chooses its blocks, and keeps those of the others.
+
+    Each run has four streams, and all servers of the other span die. The router moves the spare back to where it is
+    needed most once they have returned.
+    """
     figures = Figures()
     repertoire = Repertoire(stack.client, stack.context)
+    given = next(server for server in stack.servers if server.blocks == stack.spans[0])
+    spare = without_blocks(given)
+    await stack.end(given)
+    stack.local.launch(spare, _SETTINGS)
     for _ in runs:
         figures.num_runs += 1
-        await _run(stack, rng, figures, repertoire)
+        await _run(stack, spare, rng, figures, repertoire)
+    await stack.end(spare)
+    await stack.restart(given)
     return figures.conclude(MAX_STALL_S)
 
 
-async def _run(stack: RunningStack, rng: random.Random, figures: Figures, repertoire: Repertoire) -> None:
+def without_blocks(server: ManagedProcess) -> ManagedProcess:
+    """The server as one that goes where the router wants it."""
+    at = server.arguments.index("--blocks")
+    blocks = ("--blocks", "auto", "--capacity-blocks", str(NUM_BLOCKS // 2))
+    return replace(server, arguments=(*server.arguments[:at], *blocks, *server.arguments[at + 2 :]))
+
+
+async def _run(
+    stack: RunningStack, spare: ManagedProcess, rng: random.Random, figures: Figures, repertoire: Repertoire
+) -> None:
+    span = stack.spans[-1]
+    victims = [server for server in stack.servers if server.blocks == span]
     questions = [repertoire.draw(rng, rng.randint(1, 20), _MAX_TOKENS) for _ in range(_NUM_STREAMS)]
+    await until(lambda: _keeps(stack, spare, span), 60)
     undisturbed = await repertoire.undisturbed(questions)
-    victim, span = await _with_spare(stack)
     answers = [Answer(question) for question in questions]
     tasks = [asyncio.create_task(listen(stack.client, answer)) for answer in answers]
     await asyncio.gather(*(until_tokens(answer, 1, task) for answer, task in zip(answers, tasks, strict=True)))
     await until_tokens(answers[0], at := rng.randint(1, _MAX_TOKENS // 2), tasks[0])
     killed_s = time.monotonic()
-    stack.kill(victim)
+    for victim in victims:
+        stack.kill(victim)
     await asyncio.gather(*tasks)
     for answer, expected in zip(answers, undisturbed, strict=True):
         answer.compare(expected, figures)
@@ -50,35 +69,24 @@ async def _run(stack: RunningStack, rng: random.Random, figures: Figures, repert
     figures.check(bool(hit), "no stream was hit")
     stalls = [answer.longest_wait_s(killed_s) for answer in hit]
     figures.stalls_s += stalls
-    say(f"run {figures.num_runs}: the only server of {span} killed at token {at}; {len(hit)} recovered, longest stall "
+    say(f"run {figures.num_runs}: the servers of {span} killed at token {at}; {len(hit)} recovered, longest stall "
         f"{max(stalls, default=0):.2f} s")  # fmt: skip
-    await stack.restart(victim)
+    await stack.restart(*victims)
 
 
-async def _with_spare(stack: RunningStack) -> tuple[ManagedProcess, Span]:
-    """A server that alone holds a span, once another one keeps that span, and may leave its own."""
-    found: list[tuple[ManagedProcess, Span]] = []
-
-    async def has_spare() -> bool:
-        placement = await asyncio.to_thread(stack.local.placement)
-        ready = [
-            each
-            for each in (placement.servers if placement is not None else ())
-            if each.state == router_pb2.SERVER_STATE_READY and not each.suspected
-        ]
-        spans = [Span.from_message(each.span) for each in ready]
-        kept = {
-            Span.from_message(spare)
-            for each, span in zip(ready, spans, strict=True)
-            if spans.count(span) > 1
-            for spare in each.load.spare_spans
-        }
-        found[:] = [
-            (next(server for server in stack.servers if server.address == each.server.address), span)
-            for each, span in zip(ready, spans, strict=True)
-            if span in kept and spans.count(span) == 1
-        ]
-        return bool(found)
-
-    await until(has_spare, 60)
-    return found[0]
+async def _keeps(stack: RunningStack, spare: ManagedProcess, span: str) -> bool:
+    """The spare keeps a span, and holds another one that a second server holds, too."""
+    placement = await asyncio.to_thread(stack.local.placement)
+    ready = [
+        each
+        for each in (placement.servers if placement is not None else ())
+        if each.state == router_pb2.SERVER_STATE_READY and not each.suspected
+    ]
+    held = [str(Span.from_message(each.span)) for each in ready]
+    return any(
+        each.server.address == spare.address
+        and own != span
+        and held.count(own) > 1
+        and span in {str(Span.from_message(kept)) for kept in each.load.spare_spans}
+        for each, own in zip(ready, held, strict=True)
+    )

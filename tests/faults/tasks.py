@@ -7,7 +7,6 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, get_args
 
@@ -23,8 +22,9 @@ from corolla.sdk.async_client import AsyncClient
 from corolla.wire.network import Network
 from tests.faults.figures import Figures, say
 from tests.faults.pauses import PAUSES
-from tests.faults.running_stack import NUM_BLOCKS, RunningStack
+from tests.faults.running_stack import RunningStack
 from tests.faults.streams import Answer, Question, Repertoire, listen
+from tests.faults.takeover import without_blocks
 
 MAX_STALL_S = 2.0
 MAX_END_S = 1.0
@@ -85,7 +85,7 @@ async def _run(
     victim = rng.choice(stack.servers) if kind == "server" else stack.process(kind)
     stack.kill(victim)
     await stack.until_gone(victim)
-    armed = _without_blocks(victim) if task == "moves" else victim
+    armed = without_blocks(victim) if task == "moves" else victim
     when = f"fail:{task}:{rng.randint(least, most)}"
     stack.local.launch(armed, {failpoints.VARIABLE: when if task == "moves" else f"{when}@{is_watched}"})
     await stack.until_started(armed)
@@ -130,13 +130,6 @@ async def _run(
     await stack.until_serving(victim)
     await stack.until_whole(is_idle=False)
     return end_s
-
-
-def _without_blocks(server: ManagedProcess) -> ManagedProcess:
-    """The server as one that goes where the router wants it."""
-    at = server.arguments.index("--blocks")
-    blocks = ("--blocks", "auto", "--capacity-blocks", str(NUM_BLOCKS // 2))
-    return replace(server, arguments=(*server.arguments[:at], *blocks, *server.arguments[at + 2 :]))
 
 
 async def _seconds_to_end(stack: RunningStack, process: ManagedProcess) -> tuple[float, str]:
