@@ -40,13 +40,6 @@ class OtherMachine:
 
 
 @contextmanager
-def other_machine() -> Iterator[OtherMachine]:
-    """Yields a namespace that is deleted afterwards; this machine itself where namespaces cannot be made."""
-    with other_machines(1) as (machine,):
-        yield machine
-
-
-@contextmanager
 def other_machines(number: int) -> Iterator[list[OtherMachine]]:
     """Yields namespaces that reach each other and this machine; all of them are this one where none can be made."""
     own = os.getpid() % 16_000

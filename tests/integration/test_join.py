@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,8 @@ from tests.reference import Unsplit
 pytestmark = pytest.mark.full
 
 TEXT: Final = "tell me about rivers"
+PATIENCE_S: Final = 240
+"""It only ends a hang: a machine may be busy."""
 PAGE: Final = ROOT / "docs" / "several-machines.md"
 
 
@@ -49,12 +50,12 @@ class Joined:
 
     def __init__(
         self, folder: Path, machine: OtherMachine, command: Sequence[str], variables: Mapping[str, str],
-        token: str = "", options: Sequence[str] = ("--capacity-blocks", "2"), first: Path | None = None,
+        token: str = "", first: Path | None = None,
     ) -> None:  # fmt: skip
         self.errors = folder / "join-errors"
         folders = {"XDG_STATE_HOME": str(folder / "other-machine"), "COROLLA_CACHE": str(cache(folder))}
         environment = {**os.environ, **folders, **variables}
-        options = ["--json", *options, "--log-folder", str(folder / "join-logs")]
+        options = ["--json", "--log-folder", str(folder / "join-logs")]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*machine.without(first or folder / "first"), *command, *options],
@@ -91,8 +92,11 @@ class Joined:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_tiny_checkpoint("llama", model(tmp_path))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The first machine has a model of five blocks, and every machine has room for two of them."""
+    make_tiny_checkpoint("llama", model(tmp_path), config_changes={"hidden_size": 256, "intermediate_size": 512})
+    monkeypatch.setenv("COROLLA_WEIGHTS_MIB", "5")
+    (tmp_path / "third").mkdir()
     return tmp_path
 
 
@@ -106,37 +110,24 @@ def cache(folder: Path) -> Path:
     return folder / "other-cache"
 
 
-@contextmanager
-def machines(number: int) -> Iterator[list[OtherMachine]]:
+@pytest.fixture
+def machines() -> Iterator[list[OtherMachine]]:
     with (Path(tempfile.gettempdir()) / "corolla-tests-share.lock").open("w") as lock:
         # Shared stacks of one machine would race for the usual ports.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with other_machines(number) as others:
-            yield others
+        with other_machines(2) as machines:
+            yield machines
 
 
-@contextmanager
-def running_up(folder: Path, machine: OtherMachine, *options: str) -> Iterator[RunningUp]:
-    shared = ("--share", "--share-host", machine.first_host, "--state-folder", str(folder / "state"))
+@pytest.fixture
+def up(folder: Path, machines: list[OtherMachine]) -> Iterator[RunningUp]:
+    shared = ("--share", "--share-host", machines[0].first_host, "--state-folder", str(folder / "state"))
     ports = ("--issuer-port", str(Ports().free()), "--router-port", str(Ports().free()))
-    running = RunningUp(folder, *shared, *ports, "--model", str(model(folder)), "--threads", "1", *options)
-    try:
-        yield running
-    finally:
-        if running.process.poll() is None:
-            running.end()
-
-
-@pytest.fixture
-def machine() -> Iterator[OtherMachine]:
-    with machines(1) as (machine,):
-        yield machine
-
-
-@pytest.fixture
-def up(folder: Path, machine: OtherMachine) -> Iterator[RunningUp]:
-    with running_up(folder, machine, "--blocks", "0:3") as running:
-        yield running
+    served = ("--model", str(model(folder)), "--servers", "1", "--threads", "1")
+    running = RunningUp(folder, *shared, *ports, *served)
+    yield running
+    if running.process.poll() is None:
+        running.end()
 
 
 def tokens(folder: Path, *arguments: str) -> str:
@@ -162,7 +153,7 @@ def status_there(folder: Path, machine: OtherMachine, up: RunningUp) -> list[str
     assert facts["num_sessions"] is None
     assert facts["apart"] == []
     hosts = {each["address"].rpartition(":")[0] for each in facts["servers"]}
-    assert hosts == {bracketed(machine.first_host), bracketed(machine.host)}
+    assert {bracketed(machine.first_host), bracketed(machine.host)} <= hosts
     return sorted(f"{each['span'][0]}:{each['span'][1]}" for each in facts["servers"])
 
 
@@ -181,79 +172,66 @@ def servers(up: RunningUp, number: int) -> None:
         up.wait_for(has_them)
 
 
-def test_a_machine_joins_serves_comes_back_and_is_shut_out(folder: Path, machine: OtherMachine, up: RunningUp) -> None:
-    token, port = tokens(folder, "new"), Ports().free()
+def is_refused_behind_a_firewall(folder: Path, machine: OtherMachine, address: str, port: int, token: str) -> bool:
+    """Checks that a machine that the first one cannot reach is refused; False: no firewall can be made here."""
+    if not machine.drops(port, is_on=True):
+        return False
+    by_ipv4 = f"{machine.first_host_4}:{address.rpartition(':')[2]}"
+    variables = {"XDG_STATE_HOME": str(folder / "refused")}
+    refused = Joined(folder, machine, [*COROLLA, "join", by_ipv4, "--port", str(port)], variables, token)
+    assert refused.process.wait(PATIENCE_S) == 1
+    assert f"the first machine cannot reach this one at port {port}" in refused.errors.read_text()
+    assert '"machine"' not in "".join(refused.process.stdout or ())
+    assert machine.drops(port, is_on=False)
+    return True
+
+
+def test_machines_join_serve_come_back_and_are_shut_out(
+    folder: Path, machines: list[OtherMachine], up: RunningUp
+) -> None:
+    (machine, third), token, port = machines, tokens(folder, "new"), Ports().free()
     client, address = Client(up.addresses["client"]), up.addresses["join"]
     with pytest.raises(NoChain):
         client.generate(TEXT, max_tokens=8)
     join = [*COROLLA, "join", address, "--port", str(port)]
-    num_uses = 15
-    if machine.drops(port, is_on=True):
-        by_ipv4 = f"{machine.first_host_4}:{address.rpartition(':')[2]}"
-        variables = {"XDG_STATE_HOME": str(folder / "refused")}
-        refused = Joined(folder, machine, [by_ipv4 if each == address else each for each in join], variables, token)
-        assert refused.process.wait(60) == 1
-        assert f"the first machine cannot reach this one at port {port}" in refused.errors.read_text()
-        assert '"machine"' not in "".join(refused.process.stdout or ())
-        assert machine.drops(port, is_on=False)
-        num_uses -= 1
+    num_uses = 14 - is_refused_behind_a_firewall(folder, machine, address, port, token)
     joined = Joined.by_unit(folder, machine, address, token)
     shown = joined.wait_for("machine")
     assert shown["holds"] == "up to 2 blocks"
-    assert shown["stack"] == "1 block servers; without one: 3:5"
+    assert shown["stack"].startswith("1 block servers; without one: ")
+    by_third = [*COROLLA, "join", address, "--threads", "1"]
+    also = Joined(folder / "third", third, by_third, {}, token, folder / "first")
     up.wait_for(lambda event: event["event"] == "ready")
-    servers(up, 2)
+    servers(up, 3)
     answer = client.generate(TEXT, max_tokens=8)
     unsplit = Unsplit(model(folder))
     assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 8).token_ids
     joined.wait_for("ready")
-    assert status_there(folder, machine, up) == ["0:3", "3:5"]
+    spans = [tuple(map(int, each.split(":"))) for each in status_there(folder, machine, up)]
+    assert sorted(block for start, end in spans for block in range(start, end)) == list(range(5))
     assert_fetched(folder, machine, model(folder))
+    assert_fetched(folder / "third", third, model(folder))
     joined.process.send_signal(signal.SIGINT)
-    assert joined.process.wait(60) == 0, joined.errors.read_text()
-    servers(up, 1)
+    assert joined.process.wait(PATIENCE_S) == 0, joined.errors.read_text()
+    servers(up, 2)
     secret = token.strip().rpartition(".")[2]
     assert secret not in joined.written + joined.errors.read_text()
     for log in [*(folder / "logs").iterdir(), *(folder / "join-logs").iterdir()]:
         assert secret not in log.read_text(), log
 
     again = Joined(folder, machine, join, {})
-    servers(up, 2)
+    servers(up, 3)
     assert client.generate(TEXT, max_tokens=8).token_ids == answer.token_ids
     listed = tokens(folder, "list")
     assert f"{num_uses} uses left" in listed
     assert " joined " in listed
     assert secret not in listed
     assert f"machines that are out: {16 - num_uses}" in tokens(folder, "revoke", listed.partition(" ")[0], "--machines")
-    assert again.process.wait(60) == 1
-    assert "was revoked" in again.errors.read_text()
+    for each in (again, also):
+        assert each.process.wait(PATIENCE_S) == 1
+        assert "was revoked" in each.errors.read_text()
     servers(up, 1)
     client.close()
-
-
-def test_three_machines_serve_a_model_that_none_of_them_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has room for two of its five blocks, and only the first has its files."""
-    make_tiny_checkpoint("llama", model(tmp_path), config_changes={"hidden_size": 256, "intermediate_size": 512})
-    monkeypatch.setenv("COROLLA_WEIGHTS_MIB", "5")
-    with machines(2) as others, running_up(tmp_path, others[0], "--servers", "1") as up:
-        token, joined = tokens(tmp_path, "new"), list[Joined]()
-        for number, machine in enumerate(others):
-            place = tmp_path / f"machine {number}"
-            place.mkdir()
-            join = [*COROLLA, "join", up.addresses["join"], "--threads", "1"]
-            joined.append(Joined(place, machine, join, {}, token, (), tmp_path / "first"))
-        up.wait_for(lambda event: event["event"] == "ready")
-        with Client(up.addresses["client"]) as client:
-            answer = client.generate(TEXT, max_tokens=16)
-        unsplit = Unsplit(model(tmp_path))
-        assert list(answer.token_ids) == unsplit.generate(unsplit.encode(TEXT), 16).token_ids
-        servers(up, 3)
-        for number, (machine, each) in enumerate(zip(others, joined, strict=True)):
-            each.wait_for("ready")
-            assert_fetched(tmp_path / f"machine {number}", machine, model(tmp_path))
-            each.process.send_signal(signal.SIGINT)
-        for each in joined:
-            assert each.process.wait(60) == 0, each.errors.read_text()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze comes with systemd")
