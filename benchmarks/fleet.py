@@ -234,6 +234,8 @@ async def _router(redis_url: str, lease_ms: int = _LEASE_MS) -> AsyncIterator[st
         "COROLLA_METRICS_PORT": str(metrics_port),
         "COROLLA_LEASE_MS": str(lease_ms),
         "COROLLA_REBALANCE": "false",
+        # Redis is late on a busy machine, and not away.
+        "COROLLA_REDIS_TIMEOUT_MS": "5000",
     }
     ports.close()
     process = await asyncio.create_subprocess_exec(

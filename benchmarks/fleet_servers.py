@@ -7,6 +7,7 @@ as it may. The process prints the ids of its servers as JSON once all have joine
 """
 
 import asyncio
+import contextlib
 import json
 import secrets
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import grpc
 import uvloop
 
 from corolla.block_server.beginnings import MOST_ANNOUNCED
@@ -73,7 +75,9 @@ class Server:
         await self._joined.wait()
         while True:
             await asyncio.sleep(LEASE_MS / 4000)
-            await self.beat()
+            # Like a real server, it tries again where a router or its store is too busy.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await self.beat()
 
     async def beat(self) -> None:
         self.num_heartbeats += 1
