@@ -21,6 +21,9 @@ MAX_LAYOUTS: Final = 4000
 FEW: Final = 8
 """So many servers are few: for more, it takes too long to find out how each would divide its time best."""
 
+UNLIKE: Final = 1.25
+"""The least ratio of the lengths of unlike servers."""
+
 # The start of each movable server's span.
 _Layout = tuple[int, ...]
 # The index of a movable server, and the new start of its span.
@@ -64,8 +67,8 @@ def next_move(
     """Returns the first move on a shortest way to the best layout; None if that layout gains too little.
 
     Layouts are compared by the number of blocks with a server, then by the pairs that lone servers of one kind could
-    still make, then by the throughput of the slowest block. Few servers divide their time among their blocks as is best
-    (`placement.attainable`), since unlike ones differ much in that; of more, each counts as dividing it evenly.
+    still make, then by the throughput of the slowest block. A few servers of unlike lengths count as dividing their
+    time among their blocks as is best (`placement.attainable`), and all others as dividing it evenly.
     A server is lone while no other one of its kind has the
     same span. For example, with one server of kind A and one of kind B on each of two spans, an A moves to the other A,
     and then a B to the other B.
@@ -136,6 +139,7 @@ class Pool:
         self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
         self._facts = [_facts(each, num_blocks) for each in self.movable]
         self._fixed_spans = [each.hosted for each in fixed]
+        self._are_few_and_unlike = are_few_and_unlike([each.hosted for each in members])
         self._throughput = throughput(self._fixed_spans, num_blocks)
         ready = [each.hosted.span for each in fixed if each.is_ready]
         self._num_holders = [sum(span.start <= block < span.end for span in ready) for block in range(num_blocks)]
@@ -185,7 +189,7 @@ class Pool:
 
     def _slowest(self, per_block: list[int], layout: _Layout) -> int:
         """Returns the throughput of the slowest block of a layout, whose shares give each block `per_block`."""
-        if len(self._fixed_spans) + len(layout) > FEW or not min(per_block):
+        if not self._are_few_and_unlike or not min(per_block):
             return min(per_block)
         moved = [
             replace(each.hosted, span=Span(start, start + len(each.hosted.span)))
@@ -200,6 +204,12 @@ class Pool:
     def key(self, layout: _Layout) -> _Layout:
         """Returns a key that is the same for layouts that differ only by an exchange of equal servers."""
         return tuple(start for group in self._equals for start in sorted(layout[index] for index in group))
+
+
+def are_few_and_unlike(servers: Sequence[HostedSpan]) -> bool:
+    """Whether a few servers hold unlike numbers of blocks, so that one of few blocks can relieve one of many."""
+    lengths = [len(each.span) for each in servers]
+    return 0 < len(servers) <= FEW and max(lengths) > UNLIKE * min(lengths)
 
 
 def _facts(member: Member, num_blocks: int) -> _Facts:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, choose_span, throughput
-from corolla.router.rebalancing import FEW, MAX_LAYOUTS, Member, Move, Pool, next_move
+from corolla.router.rebalancing import MAX_LAYOUTS, Member, Move, Pool, are_few_and_unlike, next_move
 from corolla.router.roster import Roster
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -49,7 +49,7 @@ def worth_of(servers: Sequence[HostedSpan], num_blocks: int) -> Worth:
     per_block = throughput(servers, num_blocks)
     held = [(each.kind, each.span) for each in servers if each.kind]
     lone = Counter((kind, len(span)) for kind, span in held if held.count((kind, span)) == 1)
-    slowest = min(per_block) if len(servers) > FEW else attainable(servers, num_blocks)
+    slowest = attainable(servers, num_blocks) if are_few_and_unlike(servers) else min(per_block)
     return num_blocks - per_block.count(0), -sum(count // 2 for count in lone.values()), slowest
 
 
