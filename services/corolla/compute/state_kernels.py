@@ -237,7 +237,8 @@ class StateKernels(StateBlocks, RecordableBlocks):
     @property
     def first_of_kinds(self) -> Sequence[int]:
         """See `RecordableBlocks.first_of_kinds`."""
-        return self._model.first_of_kinds
+        # A multi-token prediction block may follow the span.
+        return [index for index in self._model.first_of_kinds if index < self.num_layers]
 
     @property
     def page_part_bytes(self) -> int:
@@ -327,7 +328,7 @@ def _failed_trial(model: SpanModel, blocks: StateKernels, own: Blocks, store: KV
     from corolla.kernels.triton.launches import row_counts
 
     tolerance = TOLERANCES[model.dtype] if store.codec is None else max(TOLERANCES[model.dtype], CODED_TOLERANCE)
-    for index in model.first_of_kinds:
+    for index in blocks.first_of_kinds:
         mixtures = (Mixture.from_module(module) for module in model.layers[index].modules())
         for mixture in filter(None, mixtures):
             if (failure := failed_mixture_trial(mixture, model.dtype, row_counts())) is not None:
