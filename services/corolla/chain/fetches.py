@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from corolla.chain.beginnings import STRIDE_TOKENS
@@ -18,10 +19,44 @@ from corolla.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _PATIENCE: Final = 4.0
-"""A fetch takes at most so many times the time that computing takes on an idle server: a busy one is slow at both."""
+"""A fetch takes at most so many times the time that computing takes on an idle server: a busy one is slow at both. That
+goes for the whole, and after each part for what has arrived and one more part: what is too slow ends early."""
 
 OpenOn = Callable[[common_pb2.Hop, int, bytes], Awaitable[pb.Opened]]
 """Opens the session on a server for so many tokens, as a standby with a transfer id unless that is empty."""
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """What has arrived of a fetch, and by when the next part has to.
+
+    Args:
+        filling_seconds: gives for a number of tokens how long the hop computes and how long it fetches them.
+        limit: ends the fetch, at `until_s` or sooner.
+    """
+
+    filling_seconds: Callable[[int], tuple[float, float]]
+    limit: asyncio.Timeout
+    until_s: float
+    is_over: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _began_s: float = field(init=False, default=0.0)
+    _num_before: int = field(init=False, default=0)
+    _num_tokens: int = field(init=False, default=0)
+
+    def begin(self, num_tokens: int) -> None:
+        """Notes that the hop has so many tokens, and that the first part is about to come."""
+        self._began_s = _now_s()
+        self._num_before = self._num_tokens = num_tokens
+
+    def heard(self, num_tokens: int | None) -> None:
+        """Notes how many tokens the hop has after one more part; None: no part follows."""
+        if num_tokens is None:
+            self.is_over.set()
+        elif not self.limit.expired():
+            num_next = 2 * num_tokens - self._num_tokens - self._num_before
+            self._num_tokens = num_tokens
+            computing_s, fetching_s = self.filling_seconds(max(0, num_next))
+            self.limit.reschedule(min(self.until_s, self._began_s + _PATIENCE * computing_s + fetching_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +83,7 @@ class Fetches:
     ) -> bool:
         """Fetches what another server holds of a session's text, if that is faster than to compute it.
 
-        What arrives after `_PATIENCE` or `until_s`, or once the other server is lost, does not count.
+        The hop computes what has not arrived in time (`_PATIENCE`, `until_s`), or until the other server was lost.
 
         Args:
             held: how many of the text's first tokens servers may hold, by id.
@@ -67,12 +102,13 @@ class Fetches:
             return False
         self._holders.add(holder.server_id)
         key = identity.session_id, holder.address
-        loop = asyncio.get_running_loop()
-        until_s = min(until_s, loop.time() + _PATIENCE * computing_s)
-        fetched = self.plane.fetching[key] = loop.create_future()
+        until_s = min(until_s, _now_s() + _PATIENCE * computing_s)
+        limit = asyncio.timeout_at(until_s)
+        arrival = _Arrival(partial(self.routes.filling_seconds, hop), limit, until_s)
+        self.plane.fetching[key] = arrival.heard
         is_standby = False
         try:
-            async with asyncio.timeout_at(until_s):
+            async with limit:
                 for server in (holder, hop):
                     if not (await self.plane.connect(server.address)).takes_standbys:
                         return False
@@ -86,10 +122,11 @@ class Fetches:
                 if num_missing >= STRIDE_TOKENS and fetching_s < computing_s:
                     named = pb.Standby(
                         session_id=identity.session_id, epoch=identity.epoch, hop=hop, transfer_id=transfer_id,
-                        num_tokens=here.num_cached_tokens,
+                        num_tokens=here.num_cached_tokens, after_each_part=True,
                     )  # fmt: skip
+                    arrival.begin(here.num_cached_tokens)
                     self.plane.notify(holder.address, named)
-                    await fetched
+                    await arrival.is_over.wait()
         except (CorollaError, TimeoutError) as failure:
             reason = failure.reason if isinstance(failure, CorollaError) else "DEADLINE_EXCEEDED"
             log.info("the beginning of a text was not fetched, or not as a whole", extra={"reason": reason})
@@ -100,3 +137,7 @@ class Fetches:
             self.plane.fetching.pop(key, None)
             self.plane.close_session([holder] if is_standby else [holder, hop], identity)
         return is_standby
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -77,7 +77,7 @@ class DataPlane:
         on_standby: is called with the id of a session, the address of a hop, and how many tokens the hop's standby
             holds, once it lacks few settled ones; 0: the hop has no standby for the session now.
         fetching: what waits until a server has copied a session elsewhere, by the session's id and the server's
-            address; see `chain/fetches`.
+            address; see `chain/fetches`. It is told how many tokens are there after each part, and None at the end.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DataPlane:
         self.on_load: Callable[[str, pb.HopLoad], None] = lambda address, load: None
         """Gets a server's address and its load when the server opens a session or refuses to."""
         self.on_standby: Callable[[bytes, str, int], None] = lambda session_id, address, num_tokens: None
-        self.fetching: dict[tuple[bytes, str], asyncio.Future[None]] = {}
+        self.fetching: dict[tuple[bytes, str], Callable[[int | None], None]] = {}
 
     @property
     def num_pending(self) -> int:
@@ -381,9 +381,9 @@ class DataPlane:
             server.welcome.exception()  # marks it as seen: there may be no task that waits for it
         self.handovers.mark_disconnected(address)
         self._pending.on_stream_lost(address, error)
-        for (_, holder), fetched in self.fetching.items():
-            if holder == address and not fetched.done():
-                fetched.set_result(None)
+        for (_, holder), tell in self.fetching.items():
+            if holder == address:
+                tell(None)
 
     def _receive(self, address: str, frame: Frame) -> None:
         server, control = self._servers.get(address), frame.control
@@ -411,10 +411,10 @@ class DataPlane:
                 log.warning("a block server sent a frame of an unexpected kind")
 
     def _on_standby(self, control: pb.Standby, address: str) -> None:
-        fetched = self.fetching.get((control.session_id, address))
-        if fetched is not None and not fetched.done():
-            fetched.set_result(None)
-        else:
+        tell = self.fetching.get((control.session_id, address))
+        if tell is not None:
+            tell(control.num_tokens if control.after_each_part else None)
+        elif not control.after_each_part:
             self.on_standby(control.session_id, address, control.num_tokens)
 
     def _hear_load(self, address: str, answer: pb.Opened | pb.Fault) -> None:

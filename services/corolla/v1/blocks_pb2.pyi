@@ -1412,6 +1412,7 @@ class Standby(_message.Message):
     TRANSFER_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
+    AFTER_EACH_PART_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     transfer_id: _builtins.bytes
@@ -1421,6 +1422,8 @@ class Standby(_message.Message):
     from a hop, 0: it has lost the session.
     """
     step_id: _builtins.int
+    after_each_part: _builtins.bool
+    """From a client: the hop also tells after each part of the copy. From a hop: it tells of a part, and goes on."""
     @_builtins.property
     def hop(self) -> _common_pb2.Hop:
         """The server with the same blocks; absent: the session has no standby any more."""
@@ -1434,10 +1437,11 @@ class Standby(_message.Message):
         transfer_id: _builtins.bytes = ...,
         num_tokens: _builtins.int = ...,
         step_id: _builtins.int = ...,
+        after_each_part: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hop", b"hop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hop", b"hop", "num_tokens", b"num_tokens", "session_id", b"session_id", "step_id", b"step_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_each_part", b"after_each_part", "epoch", b"epoch", "hop", b"hop", "num_tokens", b"num_tokens", "session_id", b"session_id", "step_id", b"step_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -40,11 +40,15 @@ class Routes:
 
 
 class Plane:
-    """Servers that copy a session at once, or never."""
+    """Servers that copy a session at once.
 
-    def __init__(self, *, copies: bool = True) -> None:
-        self.copies = copies
-        self.fetching: dict[tuple[bytes, str], asyncio.Future[None]] = {}
+    Args:
+        parts: how many tokens have arrived after each part; with the last one, the copy is over or stands still.
+    """
+
+    def __init__(self, parts: Sequence[int | None] = (None,)) -> None:
+        self.parts = parts
+        self.fetching: dict[tuple[bytes, str], Callable[[int | None], None]] = {}
         self.named = list[tuple[str, str]]()
         self.closed = list[str]()
 
@@ -54,8 +58,8 @@ class Plane:
 
     def notify(self, address: str, control: pb.Standby) -> None:
         self.named.append((address, control.hop.server_id))
-        if self.copies:
-            self.fetching[control.session_id, address].set_result(None)
+        for num_tokens in self.parts:
+            self.fetching[control.session_id, address](num_tokens)
 
     def close_session(self, hops: Sequence[common_pb2.Hop], _identity: SessionIdentity) -> None:
         self.closed += [hop.server_id for hop in hops]
@@ -82,10 +86,30 @@ async def test_a_server_gives_to_one_hop_of_a_session(held: Mapping[str, int], f
 
 async def test_a_fetch_ends_with_its_request() -> None:
     routes: Any = Routes()
-    plane: Any = Plane(copies=False)
+    plane: Any = Plane(parts=())
     until_s = asyncio.get_running_loop().time() + 0.02
     fetching = Fetches(routes, plane).fetch(CHAIN.hops[0], CHAIN, IDENTITY, {"holds all": 10**9}, open_on, until_s)
     async with asyncio.timeout(60):
         await fetching
     assert plane.closed[0] == "holds all"
     assert not plane.fetching
+
+
+async def test_a_fetch_that_falls_behind_computing_ends_with_what_has_arrived() -> None:
+    """A hundred tokens came at once, so a hundred more may take as long as computing all of them four times."""
+    routes: Any = Routes()
+    plane: Any = Plane(parts=(100,))
+    began_s = asyncio.get_running_loop().time()
+    fetching = Fetches(routes, plane).fetch(CHAIN.hops[0], CHAIN, IDENTITY, {"holds all": 10**9}, open_on, math.inf)
+    async with asyncio.timeout(60):  # to compute all takes two days
+        assert await fetching
+    assert asyncio.get_running_loop().time() - began_s >= 0.1 + 4 * 200 / 5000
+    assert plane.closed == ["holds all"]
+
+
+async def test_a_fetch_that_keeps_up_goes_on() -> None:
+    routes: Any = Routes()
+    plane: Any = Plane(parts=(100, 200, 300, None))
+    fetching = Fetches(routes, plane).fetch(CHAIN.hops[0], CHAIN, IDENTITY, HELD, open_on, math.inf)
+    assert await fetching
+    assert plane.closed == ["holds all"]

@@ -158,6 +158,8 @@ class Standbys:
                     async with self._room:
                         num_bytes = await self.sender.copy_settled(session, control.transfer_id, progress, link)
                     self.metrics.standbys.bytes.labels("out").inc(num_bytes)
+                    if control.after_each_part and not has_answered:
+                        self._tell(session, progress.num_received, is_part=True)
             return
         except HopSessionLost:
             pass  # here or there; the client names another standby if it still needs one
@@ -198,11 +200,14 @@ class Standbys:
         num_sent = min(progress.num_received, session.cache.num_unchanged_tokens)
         return num_settled >= num_sent + part_tokens(num_settled, self.least_tokens)
 
-    def _tell(self, session: HopSession[SessionCache], num_tokens: int) -> None:
+    def _tell(self, session: HopSession[SessionCache], num_tokens: int, *, is_part: bool = False) -> None:
         """Tells the client how many tokens of a session its standby holds; 0: the standby is lost."""
         request = session.request
         if (peer := self.peers.get(request.client_id)) is not None:
-            peer.send(pb.Standby(session_id=request.session_id, epoch=request.epoch, num_tokens=num_tokens))
+            told = pb.Standby(
+                session_id=request.session_id, epoch=request.epoch, num_tokens=num_tokens, after_each_part=is_part
+            )
+            peer.send(told)
 
     @asynccontextmanager
     async def _linked(self, address: str) -> AsyncIterator[HandoverLink]:
