@@ -39,7 +39,8 @@ def main() -> int:
     _say(
         f"{len(reports)} seeds in {time.perf_counter() - started:.0f} s: {sum(r.num_tokens for r in reports)} tokens, "
         f"{sum(r.num_recoveries for r in reports)} recoveries, "
-        f"{sum(r.num_late for r in reports)} of silent hops, {sum(r.num_errors for r in reports)} typed errors, "
+        f"{sum(r.num_late for r in reports)} of silent hops, {sum(r.num_used_standbys for r in reports)} at standbys "
+        f"({sum(r.num_standbys for r in reports)} looked at), {sum(r.num_errors for r in reports)} typed errors, "
         f"{sum(r.num_lies for r in reports)} late frames refused; {len(broken)} broken"
     )
     _say(f"transitions of a session on a hop that none took: {'; '.join(not_taken(map(in_words, taken))) or 'none'}")

@@ -57,7 +57,7 @@ from corolla.wire.span import Span
 from tests.simulation.callers import WatchedAnswering, WatchedSessions
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.network import Network
-from tests.simulation.scenario import GROWTH_TOKENS, MOST_NEW_TOKENS, Scenario
+from tests.simulation.scenario import GROWTH_TOKENS, MOST_NEW_TOKENS, Fault, Scenario
 from tests.simulation.store import SimulatedRedis, SimulatedStore
 from tests.simulation.toy_model import ToyEdges, ToyRunner, ToyTokenizer, unexpected_failure
 
@@ -253,12 +253,14 @@ class Cluster:
 
     Attributes:
         faults: the scenario's, and what its mishaps have become so far.
+        begun: those of them that have begun.
     """
 
     def __init__(self, loop: VirtualLoop, scenario: Scenario) -> None:
         self.loop = loop
         self.scenario = scenario
         self.faults = [*scenario.faults]
+        self.begun: list[Fault] = []
         self.network = Network(loop, scenario.seed)
         self.redis = SimulatedRedis(loop)
         self.rpc_metrics = RpcMetrics(CollectorRegistry())

@@ -86,6 +86,7 @@ class Faults:
 
     def _begin(self, fault: Fault) -> None:
         cluster, network, redis = self._cluster, self._cluster.network, self._cluster.redis
+        cluster.begun.append(fault)
         match fault.kind:
             case "kill":
                 network.kill(cluster.servers[fault.target].process)

@@ -54,6 +54,9 @@ _NEWER_FIELDS: Final[dict[type[Message], tuple[str, ...]]] = {
 """The fields that came since the protocol has its version. A frame that came since must not be sent to older peers."""
 
 
+_REPEATED: Final = pb.Step | pb.Result | pb.HandoverTokens
+
+
 class Fence:
     """Alters late and repeated messages: they arrive with other numbers than were sent, so using one gives wrong ones.
 
@@ -81,8 +84,9 @@ class Fence:
         if service is None:
             return message
         # A real stream never repeats a frame. Steps and results come again all the same, to see that they count for
-        # nothing; control frames do not, since a session that is opened or closed twice is.
-        frames = [each for each in decode(message) if not is_copy or isinstance(each.control, pb.Step | pb.Result)]
+        # nothing; control frames do not, since a session that is opened or closed twice is. Parts of sessions come
+        # again with other numbers and another transfer's id, as from a server that lies.
+        frames = [each for each in decode(message) if not is_copy or isinstance(each.control, _REPEATED)]
         before = self.num_lies, self._num_to_damage.total()
         changed = [
             encode(frame.control, self._altered(service, frame.control, frame.payload, is_copy)) for frame in frames
@@ -101,6 +105,12 @@ class Fence:
 
     def _altered(self, service: Server | Client, control: Any, payload: Any, is_copy: bool) -> Any:
         is_result, name = isinstance(control, pb.Result), service.process.name
+        if isinstance(control, pb.HandoverTokens) and is_copy:
+            self.num_lies += 1
+            control.transfer_id = bytes(byte ^ 1 for byte in control.transfer_id)
+            payload = bytes(len(payload))
+            control.checksum = zlib.crc32(payload)
+            return payload
         if isinstance(control, pb.HandoverTokens) and payload and self._num_to_damage[name]:
             self._num_to_damage[name] -= 1
             return bytes([payload[0] ^ 1, *payload[1:]])
@@ -271,15 +281,16 @@ class Invariants:
         return answer.is_chat and scenario.has(*_CONTROL) and isinstance(error, control)
 
     def _was_one_touched(self, addresses: Set[str]) -> bool:
-        hit = {f"server{number}:1" for fault in self._cluster.faults for number in _touched(fault)}
+        hit = {f"server{number}:1" for fault in self._cluster.faults for number in touched(fault)}
         return bool(addresses & hit) or self._cluster.scenario.has("client freeze")
 
     def _was_hit(self, number: int) -> bool:
-        was_touched = any(number in _touched(fault) for fault in self._cluster.faults)
+        was_touched = any(number in touched(fault) for fault in self._cluster.faults)
         return was_touched or self._cluster.scenario.has("client freeze")
 
 
-def _touched(fault: Fault) -> frozenset[int]:
+def touched(fault: Fault) -> frozenset[int]:
+    """The numbers of the servers to which a fault does something."""
     if fault.kind == "slow":
         return frozenset([fault.target])
     if fault.kind == "reset":

@@ -1,5 +1,6 @@
 """Mistakes that a change could make, each as a patch of the real code. The simulation must find every one of them."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -8,6 +9,8 @@ from unittest.mock import patch
 
 from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.block_server.handover import receiver
+from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.handover.standbys import Standbys as CopiesToStandbys
 from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
 from corolla.block_server.ring.last_hop import LastHop
 from corolla.block_server.sessions import SessionTable
@@ -19,6 +22,7 @@ from corolla.chain.recovery_plan import HopState, ReplaySegment
 from corolla.chain.replay import Replayer
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
+from corolla.chain.standby_hops import StandbyHops
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import HopLate, HopSessionLost
@@ -241,3 +245,38 @@ def _evicted_standby_filled(right: Any, self: Any, session_id: bytes, *args: Any
         if session_id not in _EVICTED:
             raise
     return _EVICTED[session_id]
+
+
+# The following mistakes change no token, but what a loss costs.
+
+
+@_mutant("standby never filled", HandoverSender, "copy_settled")
+async def _standby_never_filled(_right: Any, self: HandoverSender, *_copy: Any) -> int:
+    """A hop has a standby and copies nothing there."""
+    await asyncio.Event().wait()
+    return 0
+
+
+@_mutant("push stops", CopiesToStandbys, "_until_due")
+async def _push_stops(_right: Any, self: CopiesToStandbys, *_session: Any) -> None:
+    """A hop stops copying once its standby has caught up."""
+    await asyncio.Event().wait()
+
+
+@_mutant("another replacement", Routes, "replace_lost")
+async def _another_replacement(right: Any, self: Routes, *args: Any, **options: Any) -> Any:
+    """A hop that is lost is replaced as if it had no standby."""
+    return await right(self, *args, **{**options, "standbys": {}})
+
+
+@_mutant("text computed again", HopState, "start_for")
+def _text_computed_again(_right: Any, self: HopState, position: int) -> int:
+    """A hop that lacks some tokens gets the whole text again."""
+    return position if self.num_held >= position >= self.min_position else 0
+
+
+@_mutant("standby stays behind", StandbyHops, "settle")
+def _standby_stays_behind(right: Any, self: StandbyHops, chain: Any) -> Any:
+    """After a loss or a move, a session has a standby again only when it looks for one the next time."""
+    yield from right(self, chain)
+    self.due_at = 64

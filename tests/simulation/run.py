@@ -15,9 +15,10 @@ from corolla.block_server.hop_session import SessionEvent, SessionState
 from tests.simulation.callers import Answer, Caller
 from tests.simulation.cluster import LEASE_S, Cluster
 from tests.simulation.faults import Faults
-from tests.simulation.invariants import Fence, Invariants
+from tests.simulation.invariants import Fence, Invariants, touched
 from tests.simulation.loop import Stuck, VirtualLoop
 from tests.simulation.scenario import Scenario, draw
+from tests.simulation.standbys import StandbyInvariants
 
 _WARM_UP_S: Final = 2.0
 _MOST_SECONDS: Final = 400.0
@@ -31,6 +32,8 @@ class Report:
         broken: what did not hold; empty for a good run.
         digest: of all that happened; the same for the same seed.
         num_late: how often a session left a silent hop whose token was late.
+        num_standbys: how often a hop had the standby that it should have.
+        num_used_standbys: how many losses ended at a standby that was filled.
         transitions: how often each event happened to a session in each state, on all servers.
     """
 
@@ -41,6 +44,8 @@ class Report:
     num_tokens: int
     num_recoveries: int
     num_late: int
+    num_standbys: int
+    num_used_standbys: int
     num_errors: int
     num_lies: int
     transitions: Counter[tuple[SessionState, SessionEvent]]
@@ -84,6 +89,7 @@ class _Run:
         self._digest = hashlib.blake2b(digest_size=8)
         self._cluster = Cluster(loop, scenario)
         self._invariants = Invariants(self._cluster)
+        self._standbys = StandbyInvariants(self._cluster, self._invariants.fault, touched)
         self._fence = Fence(self._cluster, self._invariants.fault)
         self._cluster.network.tamper = self._fence.tamper
         self._callers = [
@@ -104,6 +110,7 @@ class _Run:
             invariants.no_errors_logged(),
             invariants.sessions_follow_their_table(),
             invariants.only_silent_hops_are_late(),
+            self._standbys.losses_are_cheap(),
         ):
             try:
                 async with asyncio.timeout(_MOST_SECONDS):
@@ -120,6 +127,7 @@ class _Run:
             num_tokens=sum(len(each.token_ids) for answer in answers for each in answer.completions),
             num_recoveries=sum(answer.usage.recoveries for answer in answers),
             num_late=invariants.num_late,
+            num_standbys=self._standbys.num_seen, num_used_standbys=self._standbys.num_used,
             num_errors=sum(answer.error is not None for answer in answers), num_lies=self._fence.num_lies,
             transitions=invariants.transitions,
         )  # fmt: skip
@@ -150,6 +158,8 @@ class _Run:
         # The first of several answers waits until the others have forked, which may take longer than a lease.
         if len(answer.completions) == 1 or len(completion.token_ids) > 1:
             self._invariants.delivered(completion)
+            if completion.session is not None and not completion.finish_reason:
+                self._standbys.delivered(completion.session)
 
     def _ended(self, answer: Answer) -> None:
         self._invariants.ended(answer)

@@ -159,7 +159,9 @@ class BlockServerSettings(ServiceSettings):
         description="Tokens of one KV page; 0: 32 on a CPU, 64 on a GPU.",
     )
     prefix_cache: bool = Field(
-        True, description="Whether sessions of one tenant share the KV pages of a common beginning of their texts."
+        True,
+        description="Whether sessions of one tenant share the KV pages of a common beginning of their texts. Without "
+        "that, the server stands by for no session, and its own sessions have no standbys.",
     )
     host_cache_mib: int = Field(
         0,
