@@ -266,6 +266,15 @@ async def test_codes_are_copied_between_services_that_prove_who_they_are(tmp_pat
 
 
 @pytest.mark.full
+async def test_servers_that_share_no_pages_have_no_standbys(tmp_path: Path, model: Path) -> None:
+    async with swarm_of(tmp_path, model, server={"prefix_cache": False}) as swarm:
+        await undisturbed(swarm)
+        name = "corolla_standby_bytes_total"
+        copied = [await sample(each.metrics_port, name, direction="out") for each in swarm.servers]
+        assert copied == [0] * len(SPANS)
+
+
+@pytest.mark.full
 async def test_a_second_loss_finds_the_next_standby(tmp_path: Path, model: Path) -> None:
     async with swarm_of(tmp_path, model, [*SPANS, "0:2"]) as swarm:
         expected = await undisturbed(swarm)
