@@ -172,7 +172,7 @@ class _ToySpan:
     dtype = torch.float32
 
     def __init__(self, span: Span) -> None:
-        self.span = span
+        self.span = self.all_blocks = span
 
 
 class ToyEdges(Edges):
