@@ -77,7 +77,7 @@ class DataPlane:
         on_standby: is called with the id of a session, the address of a hop, and how many tokens the hop's standby
             holds, once it lacks few settled ones; 0: the hop has no standby for the session now.
         fetching: what waits until a server has copied a session elsewhere, by the session's id and the server's
-            address; see `chain/fetches`. It is told how many tokens are there after each part, and None at the end.
+            address; see `chain/fetches`. It gets the number of tokens there after each part, and None at the end.
     """
 
     def __init__(

@@ -204,10 +204,10 @@ class Standbys:
         """Tells the client how many tokens of a session its standby holds; 0: the standby is lost."""
         request = session.request
         if (peer := self.peers.get(request.client_id)) is not None:
-            told = pb.Standby(
+            word = pb.Standby(
                 session_id=request.session_id, epoch=request.epoch, num_tokens=num_tokens, after_each_part=is_part
             )
-            peer.send(told)
+            peer.send(word)
 
     @asynccontextmanager
     async def _linked(self, address: str) -> AsyncIterator[HandoverLink]:
