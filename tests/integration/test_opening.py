@@ -59,6 +59,7 @@ def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "measure_decode_step", lambda runner: 0.003)
 
 
+@pytest.mark.full
 async def test_client_service_avoids_a_server_that_lives_and_opens_no_session(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

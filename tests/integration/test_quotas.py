@@ -283,6 +283,7 @@ async def test_an_answer_ends_when_its_seconds_are_over(swarm: Swarm) -> None:
     assert len(answered.completions[0].token_ids) < LONG
 
 
+@pytest.mark.full
 async def test_a_changed_file_counts_and_one_that_makes_no_sense_does_not(swarm: Swarm, tmp_path: Path) -> None:
     file = tmp_path / "quotas"
     file.write_text("{}")
@@ -388,6 +389,7 @@ async def test_requests_that_are_refused_ask_the_router_little(
         assert num_takes < 100 + 4 * 5 + 10
 
 
+@pytest.mark.full
 async def test_what_a_client_service_that_died_held_comes_back(swarm: Swarm, tmp_path: Path) -> None:
     async with enforcer(swarm.router_address, tmp_path, running_requests=1) as one:
         dead = QuotaEnforcer(
