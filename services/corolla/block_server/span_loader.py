@@ -209,6 +209,7 @@ class SpanLoader:
             cache_bytes_per_token,
             max(self._max_step_tokens, _MAX_TAKEN_BACK),
             sum(state_sizes(checkpoint, model.dtype)[model.span.start : model.span.end]),
+            settings.prefix_cache,
         )
         cache_bytes = self._cache_bytes(model, checkpoint)
         if isinstance(draft_model, DraftModel):
@@ -226,7 +227,7 @@ class SpanLoader:
             has_scratch_page=may_replay,
             max_stack_bytes=settings.adapters_mib << 20,
             num_state_pages=layout.num_state_pages,
-            num_snapshots=layout.num_snapshots(cache_bytes) if settings.prefix_cache else 0,
+            num_snapshots=layout.num_snapshots(cache_bytes),
         )
         runner.warm_up()
         if model.mtp_layer is not None:

@@ -85,6 +85,7 @@ class CacheLayout:
         token_bytes: what one token takes in one layer.
         max_step_tokens: the most new tokens of one step of one session.
         state_bytes: the recurrent states of one session at one position.
+        has_snapshots: whether states at the ends of pages are kept for other sessions.
     """
 
     groups: LayerGroups
@@ -92,6 +93,7 @@ class CacheLayout:
     token_bytes: int
     max_step_tokens: int
     state_bytes: int = 0
+    has_snapshots: bool = True
 
     @property
     def page_bytes(self) -> int:
@@ -115,7 +117,7 @@ class CacheLayout:
 
     def snapshot_bytes(self, cache_bytes: int) -> int:
         """How many of so many bytes are for states at the ends of pages."""
-        return cache_bytes // _SHARE_OF_SNAPSHOTS if self.state_bytes else 0
+        return cache_bytes // _SHARE_OF_SNAPSHOTS if self.state_bytes and self.has_snapshots else 0
 
     def num_snapshots(self, cache_bytes: int) -> int:
         """How many times a server keeps the states of all layers at the end of a page."""
@@ -134,4 +136,6 @@ class CacheLayout:
         """What a session of so many tokens takes from the memory for keys and values."""
         num_pages = self.session_pages(num_tokens)
         num_bytes = -(-num_pages * self.page_bytes * (1 + 2 * self.num_state_pages) // (1 + self.num_state_pages))
-        return -(-num_bytes * _SHARE_OF_SNAPSHOTS // (_SHARE_OF_SNAPSHOTS - 1)) if self.state_bytes else num_bytes
+        if not self.snapshot_bytes(num_bytes):
+            return num_bytes
+        return -(-num_bytes * _SHARE_OF_SNAPSHOTS // (_SHARE_OF_SNAPSHOTS - 1))

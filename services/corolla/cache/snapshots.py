@@ -2,11 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 States = TypeVar("States")
 
-_SHARE_OF_UNNAMED = 4
+_SHARE_OF_UNNAMED: Final = 4
 """States without a name keep no named ones out of three quarters of the places."""
 
 
@@ -36,8 +36,8 @@ class StateSnapshots(Generic[States]):
         self._named.move_to_end(name)
         return self._named[name]
 
-    def keep(self, name: bytes, states: States, after: bytes | None = None) -> None:
-        """Keeps states under a name.
+    def keep(self, name: bytes, states: States, after: bytes | None = None) -> bool:
+        """Keeps states under a name. Returns whether named states went for them.
 
         Args:
             after: the name of the states at an earlier end of the same prompt; they become the first to go.
@@ -46,30 +46,38 @@ class StateSnapshots(Generic[States]):
             self._named.move_to_end(after, last=False)
         self._named[name] = states
         self._named.move_to_end(name)
-        self._fit()
+        return self._fit()
 
-    def keep_unnamed(self, session: Hashable, position: int, states: States) -> None:
-        """Keeps the states of a session at a position, in place of those that it had at an earlier one."""
+    def keep_unnamed(self, session: Hashable, position: int, states: States) -> bool:
+        """Keeps the states of a session at a position, in place of those that it had at an earlier one.
+
+        Returns:
+            Whether named states went for them.
+        """
         self._unnamed[session] = position, states
         self._unnamed.move_to_end(session)
-        self._fit()
+        return self._fit()
 
     def unnamed_position(self, session: Hashable) -> int:
         """The position of the session's states that have no name; 0: there are none."""
         return self._unnamed[session][0] if session in self._unnamed else 0
 
-    def give_name(self, session: Hashable, name: bytes) -> None:
-        """Names the states of a session that have no name. Raises KeyError if there are none."""
+    def give_name(self, session: Hashable, name: bytes) -> bool:
+        """Names the states of a session that have no name; see `keep`. Raises KeyError if there are none."""
         _, states = self._unnamed.pop(session)
-        self.keep(name, states)
+        return self.keep(name, states)
 
     def drop_unnamed(self, session: Hashable) -> None:
         """Forgets the states of a session that have no name."""
         self._unnamed.pop(session, None)
 
-    def _fit(self) -> None:
+    def _fit(self) -> bool:
+        # One of two places, or of three, is for answers.
+        most_unnamed = max(self._num_places // _SHARE_OF_UNNAMED, min(1, self._num_places - 1))
+        num_named = len(self._named)
         while len(self) > self._num_places:
-            if self._unnamed and (len(self._unnamed) * _SHARE_OF_UNNAMED > self._num_places or not self._named):
+            if len(self._unnamed) > most_unnamed or not self._named:
                 self._unnamed.popitem(last=False)
             else:
                 self._named.popitem(last=False)
+        return len(self._named) < num_named

@@ -366,11 +366,11 @@ class SessionCache(SessionPages):
 
     def set_page_hashes(self, salt: bytes, hashes: Sequence[bytes]) -> None:
         super().set_page_hashes(salt, hashes)
-        snapshots = self.store.snapshots
-        num_pages = snapshots.unnamed_position(self) // self.pool.page_tokens
+        num_pages = self.store.snapshots.unnamed_position(self) // self.pool.page_tokens
         if 0 < num_pages <= len(hashes):
-            snapshots.give_name(self, salt + hashes[num_pages - 1])
-            self.pool.version += 1
+            self._count_change(self.store.snapshots.give_name(self, salt + hashes[num_pages - 1]))
+        # The next turn has another prompt.
+        self._newest_snapshot = None
 
     def commit_copied(self, num_tokens: int) -> None:
         """Notes that the first `num_tokens` tokens were copied here, without states: the older ones stay."""
@@ -382,6 +382,8 @@ class SessionCache(SessionPages):
 
     def truncate(self, num_tokens: int) -> None:
         super().truncate(num_tokens)
+        if self.newest_output is not None and self.newest_output[0] > num_tokens:
+            self.newest_output = None
         if self.states is not None:
             self.states.truncate(num_tokens)
             if self.store.snapshots.unnamed_position(self) > num_tokens:
@@ -393,8 +395,7 @@ class SessionCache(SessionPages):
         self.blocks = self.newest_output = None
         if self.states is not None:
             self.states.truncate(0)
-            self.store.snapshots.drop_unnamed(self)
-            self._newest_snapshot = None
+            self._forget_snapshots()
 
     def prepare(self, position: int, num_tokens: int) -> None:
         """Prepares the pages of a step before it is computed, so that they exist and may be written.
@@ -452,13 +453,20 @@ class SessionCache(SessionPages):
         """Keeps the states at the end of a page, with the page's name if it has one already."""
         snapshots, num_pages, text = self.store.snapshots, position // self.pool.page_tokens, self._text
         if text is None or num_pages > len(text.hashes):
-            snapshots.keep_unnamed(self, position, states)
+            self._count_change(snapshots.keep_unnamed(self, position, states))
         else:
             name = text.salt + text.hashes[num_pages - 1]
-            snapshots.keep(name, states, after=self._newest_snapshot)
+            self._count_change(snapshots.keep(name, states, after=self._newest_snapshot))
             self._newest_snapshot = name
-        # Look-ups of an open are repeated if something was evicted.
-        self.pool.version += 1
+
+    def _count_change(self, has_evicted: bool) -> None:
+        """Has the look-up of an open repeated that came before states were evicted."""
+        self.pool.version += has_evicted
+
+    def _forget_snapshots(self) -> None:
+        """Begins another text."""
+        self.store.snapshots.drop_unnamed(self)
+        self._newest_snapshot = None
 
     def clear_predicted(self, position: int, end: int) -> None:
         """Writes zeros for the tokens `[position, end)` in the layer of the multi-token prediction block.
@@ -484,6 +492,7 @@ class SessionCache(SessionPages):
             self.newest_output = other.newest_output
             if other.states is not None:
                 self.states = other.states.share()
+                self._forget_snapshots()
 
     def _empty(self) -> "SessionCache":
         twin = SessionCache(self.store)

@@ -1,8 +1,12 @@
 """Which recurrent states stay for other sessions, and which go first."""
 
 import pytest
+import torch
 
+from corolla.cache.prefixes import ExpectedText
 from corolla.cache.snapshots import StateSnapshots
+from corolla.cache.states import LayerState
+from corolla.cache.store import KVStore, SessionCache
 
 
 def test_what_was_used_least_recently_goes_first() -> None:
@@ -65,3 +69,72 @@ def test_a_small_budget_holds(num_places: int) -> None:
         snapshots.keep(bytes([number]), number)
         snapshots.keep_unnamed(number, 32, number)
         assert len(snapshots) <= num_places
+
+
+SALT, PAGE_TOKENS = b"s" * 16, 16
+
+
+def store_of(num_snapshots: int) -> KVStore:
+    store = KVStore(
+        64, PAGE_TOKENS, [None, None], recurrent=[0], pageless=[0], num_state_pages=1, num_snapshots=num_snapshots
+    )
+    store.layer_like(1, torch.zeros(1, 1, 4), torch.zeros(1, 1, 4))
+    return store
+
+
+def compute(cache: SessionCache, end: int, mark: int) -> None:
+    """Computes the tokens up to `end`; the state then has the number `mark`."""
+    position = cache.num_tokens
+    cache.prepare(position, end - position)
+    assert cache.states is not None
+    cache.states.computed = {0: LayerState(torch.full((1, 1, 1), float(mark)))}
+    cache.commit(end)
+
+
+def number_of(cache: SessionCache) -> float:
+    assert cache.states is not None
+    return float(cache.states.at(cache.num_tokens)[0].conv)
+
+
+def test_a_session_begins_with_the_states_of_its_own_text_only() -> None:
+    store = store_of(8)
+    first, other = store.new_cache(), store.new_cache()
+    for cache in (first, other):
+        cache.allocate(64)
+    compute(first, 16, mark=1)
+    compute(other, 16, mark=3)
+    compute(other, 17, mark=4)
+    first.adopt(other.fork())
+    for cache in (first, other):
+        cache.set_page_hashes(SALT, (b"B" * 16,))
+        assert number_of(cache) == 4
+    found = store.new_cache()
+    found.allocate(64, ExpectedText(SALT, (b"B" * 16,), 20))
+    assert (found.num_tokens, number_of(found)) == (16, 3)
+
+
+def test_states_behind_a_text_that_was_taken_back_get_no_name() -> None:
+    store = store_of(8)
+    cache = store.new_cache()
+    cache.allocate(64)
+    compute(cache, 15, mark=1)
+    compute(cache, 16, mark=2)
+    cache.truncate(15)
+    compute(cache, 17, mark=3)
+    cache.set_page_hashes(SALT, (b"A" * 16,))
+    assert len(store.snapshots) == 0
+    assert store.new_cache().num_found_tokens(ExpectedText(SALT, (b"A" * 16,), 20), 64) == 0
+
+
+def test_an_open_looks_again_if_states_went_after_it_looked() -> None:
+    store = store_of(1)
+    cache, late = store.new_cache(), store.new_cache()
+    texts = [ExpectedText(SALT, (name * 16,), 20) for name in (b"A", b"B")]
+    cache.allocate(64, texts[0])
+    compute(cache, 16, mark=1)
+    assert late.num_found_tokens(texts[0], 64) == 16
+    other = store.new_cache()
+    other.allocate(64, texts[1])
+    compute(other, 16, mark=2)
+    late.allocate(64, texts[0])
+    assert late.num_tokens == 0
