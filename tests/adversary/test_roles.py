@@ -136,6 +136,17 @@ async def test_nobody_takes_the_place_of_a_block_server_that_lives(swarm: Swarm)
     assert (now.server, now.state) == (placed.server, placed.state)
 
 
+async def test_no_block_server_calls_another_one_slow(swarm: Swarm) -> None:
+    (placed,) = (await swarm.placement()).servers
+    word = router_pb2.ReportServerRequest(model="tiny", server_id=placed.server.server_id, slow=True)
+    async with network_of(swarm, Role.BLOCK).open_channel(swarm.router_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await RouterServiceStub(channel).ReportServer(word)
+        assert isinstance(from_rpc_error(refused.value), RoleDenied)
+    (now,) = (await swarm.placement()).servers
+    assert not now.doubted
+
+
 async def test_a_library_opens_sessions_of_its_own_tenant_only(swarm: Swarm) -> None:
     caller = Caller(swarm, Role.LIBRARY, "acme")
     refused = await caller.open(secrets.token_bytes(16), "victim")

@@ -9,7 +9,9 @@ import grpc
 import pytest
 from redis.asyncio import Redis
 
+from corolla.router.validation import MOST_MODEL_BLOCKS
 from corolla.router.watch import MOST_UNKNOWN_MODELS
+from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.embedded_redis import EmbeddedRedis
 from tests.integration.refusals import refusal_of
@@ -101,6 +103,21 @@ async def test_a_claim_that_tokens_do_not_bear_out_gives_no_advantage_under_no_n
     await again.join("0:30")
     await again.beat()
     assert (await shares(router, model)).keys() >= {each.server_id for each in honest}
+
+
+@pytest.mark.parametrize("end", [31, 2**32 - 1])
+async def test_no_server_keeps_spans_beyond_its_model(router: Router, model: str, end: int) -> None:
+    server = BlockServer(router, model)
+    await server.join()
+    server.load.spare_spans.extend([common_pb2.BlockSpan(start=10, end=end)] * 16)
+    assert (await refusal(server.beat_in_full())).message.startswith("load.spare_spans: ")
+    if end > MOST_MODEL_BLOCKS:
+        assert (await refusal(server.beat())).message.startswith("load.spare_spans: ")
+    else:
+        # The heartbeat does not say how many blocks the model has, so what the store lists is refused.
+        await server.beat()
+        placement = await router.stub.GetPlacement(pb.GetPlacementRequest(model=model))
+        assert not [span for each in placement.servers for span in each.load.spare_spans]
 
 
 async def test_an_honest_server_that_is_far_faster_keeps_its_plans(router: Router, model: str) -> None:

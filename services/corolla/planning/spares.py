@@ -13,7 +13,7 @@ from corolla.wire.span import Span, gaps
 MOST_SPARE_SPANS: Final = 16
 """The most spans that one server keeps in addition to its own."""
 _SOON_S: Final = 2.0
-"""A server that joins and says that it needs longer is later than a spare."""
+"""A server that joins is later than a spare if it needs longer, or does not know how long it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ def spans_to_keep(servers: Collection[pb.PlacedServer], own_id: str, kept: Colle
     whose loss costs more seconds. A server that alone holds some block may not leave it, and keeps no further spans.
 
     Args:
-        own_id: The id of the server that keeps them; without a place it keeps none.
+        own_id: The id of the server that keeps them. While the placement lacks it, it keeps what it has.
         kept: The spans that it keeps now.
     """
     own = next((each for each in servers if each.server.server_id == own_id), None)
     if own is None:
-        return []
+        return sorted(kept)
     alike = [each for each in servers if _is_ready(each) and each.server.fingerprint == own.server.fingerprint]
     num_holders = _num_holders(alike)
     seconds, own_span = loss_seconds(servers), Span.from_message(own.span)
@@ -107,7 +107,7 @@ def takeover(
             for each in ready
             if each.server.movable
             for span in map(Span.from_message, each.load.spare_spans)
-            if not lost.isdisjoint(_blocks(span))
+            if span.end <= num_blocks and not lost.isdisjoint(_blocks(span))
             if all(num_holders[block] > 1 or block in _blocks(span) for block in _blocks(Span.from_message(each.span)))
             if fits(each, span)
         ]
@@ -122,7 +122,7 @@ def _is_ready(placed: pb.PlacedServer) -> bool:
 
 
 def _is_ready_soon(placed: pb.PlacedServer) -> bool:
-    return placed.state == pb.SERVER_STATE_JOINING and placed.load.start_seconds_left <= _SOON_S
+    return placed.state == pb.SERVER_STATE_JOINING and 0 < placed.load.start_seconds_left <= _SOON_S
 
 
 def _num_holders(servers: Iterable[pb.PlacedServer]) -> Counter[int]:

@@ -22,6 +22,7 @@ from corolla.router.roster import Roster
 from corolla.router.sessions import SessionRecords
 from corolla.router.settings import RouterSettings
 from corolla.router.watch import PlacementWatches
+from corolla.trust.authorisation import check_doubt
 from corolla.trust.credentials import workload_of_call
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import router_pb2 as pb
@@ -110,12 +111,13 @@ class RouterServicer:
         return pb.PlanChainResponse(chain=chain)
 
     async def ReportServer(self, request: pb.ReportServerRequest, call: Call[Caller]) -> pb.ReportServerResponse:
+        workload = workload_of_call(call.context.auth_context())
         if request.slow:
+            check_doubt(workload)
             await self.registry.doubt(request.model, request.server_id)
         else:
             # A connection stands for a workload where there are no certificates.
-            reporter = workload_of_call(call.context.auth_context()) or call.context.peer()
-            await self.registry.report(request.model, request.server_id, str(reporter))
+            await self.registry.report(request.model, request.server_id, str(workload or call.context.peer()))
         return pb.ReportServerResponse()
 
     async def GetPlacement(self, request: pb.GetPlacementRequest, call: Call[Caller]) -> pb.Placement:

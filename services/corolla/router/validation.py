@@ -73,6 +73,7 @@ def check_placed(placed: pb.PlacedServer) -> pb.PlacedServer:
     check(placed.load, "load.")
     if not placed.span.end <= placed.server.num_model_blocks <= MOST_MODEL_BLOCKS:
         raise InvalidRequest("span", "reaches beyond the model")
+    _spare_spans(placed.load, placed.server.num_model_blocks)
     for field in ("decode_tokens_per_second", "head_blocks", "weight_blocks", "draft_blocks"):
         _speed(f"server.{field}", getattr(placed.server, field))
     return placed
@@ -175,6 +176,11 @@ def _span(place: str, span: common_pb2.BlockSpan) -> None:
         raise InvalidRequest(place.removesuffix("."), f"{span.start}:{span.end} holds no block")
 
 
+def _in_a_model(field: str, span: common_pb2.BlockSpan) -> None:
+    if span.end > MOST_MODEL_BLOCKS:
+        raise InvalidRequest(field, f"ends after {MOST_MODEL_BLOCKS} blocks, which no model has")
+
+
 def _record(place: str, record: pb.SessionRecord) -> None:
     if record.position > len(record.token_log):
         raise InvalidRequest(f"{place}position", "is beyond the token log")
@@ -190,6 +196,12 @@ def _heartbeat(_place: str, beat: pb.HeartbeatRequest) -> None:
         if (beat.server.model, beat.server.server_id) != (beat.model, beat.server_id):
             raise InvalidRequest("server", "is of another server or model than the heartbeat")
         _span("span", beat.span)
+        _spare_spans(beat.load, beat.server.num_model_blocks)
+
+
+def _spare_spans(load: pb.ServerLoad, num_model_blocks: int) -> None:
+    if any(span.end > num_model_blocks for span in load.spare_spans):
+        raise InvalidRequest("load.spare_spans", "reach beyond the model")
 
 
 _name: Final = _matches(r"[A-Za-z0-9_.-]{1,64}", "must be 1 to 64 letters, digits, dots, dashes or underscores")
@@ -212,7 +224,7 @@ _RULES: Final[Mapping[str, Rule]] = {
     "PlanChainRequest.session_id": _if_given(_session_id),
     "excluded_server_ids": _at_most(4096),
     "unreachable": _at_most(64, _text),
-    "spare_spans": _at_most(MOST_SPARE_SPANS),
+    "spare_spans": _at_most(MOST_SPARE_SPANS, _in_a_model),
     "start_share": _between(0, 1),
     "start_seconds_left": _between(0, 1 << 30),
     "address": _address,

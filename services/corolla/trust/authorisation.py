@@ -84,6 +84,18 @@ def check_method(method: str, caller: Workload | None) -> None:
         raise RoleDenied(f"{_named(caller)} may not call {method}")
 
 
+def check_doubt(caller: Workload | None) -> None:
+    """Checks that the caller may call a server slow: only who sends steps sees it. Raises RoleDenied.
+
+    One word is enough to turn traffic away from a server, so no server may say it of another one.
+
+    Args:
+        caller: The caller's workload; None: callers are not authenticated.
+    """
+    if caller is not None and caller.role not in _STEPPERS:
+        raise RoleDenied(f"{_named(caller)} may not call a server slow")
+
+
 def check_frame(kind: type[Message], caller: Workload) -> None:
     """Checks that the caller may send frames of `kind`, a key of `FRAMES`. Raises RoleDenied."""
     if caller.role not in FRAMES[kind]:

@@ -32,7 +32,7 @@ def kept(*servers: pb.PlacedServer, before: tuple[str, ...] = (), twin: bool = T
 def test_single_copies_are_kept_first_then_what_is_kept_then_what_no_other_keeps_then_the_dearest() -> None:
     own = placed("own", "0:4")
     assert kept(own) == []
-    assert kept(placed("a", "4:6")) == [], "without a place it keeps nothing"
+    assert kept(placed("a", "4:6"), before=("4:6", "2:8")) == ["2:8", "4:6"], "a placement without it says nothing"
     single, twice = placed("a", "8:10"), [placed("b", "4:6", at_risk=10), placed("c", "4:6")]
     assert kept(own, *twice, single) == ["8:10", "4:6"]
     other = [placed("d", "6:8", at_risk=900), placed("e", "6:8")]
@@ -92,7 +92,7 @@ def test_a_spare_takes_over_at_once_what_no_server_has() -> None:
     assert taken(SPARE, TWIN, part) == Takeover("spare", Span(4, 8), at_once=True), "6:8 are lost"
 
 
-@pytest.mark.parametrize("seconds_left, is_awaited", [(0.0, True), (1.0, True), (30.0, False)])
+@pytest.mark.parametrize("seconds_left, is_awaited", [(0.0, False), (1.0, True), (30.0, False)])
 def test_a_server_that_joins_soon_is_awaited(seconds_left: float, is_awaited: bool) -> None:
     joining = placed("a", "4:8", state=JOINING, seconds_left=seconds_left)
     assert (taken(SPARE, TWIN, joining) is None) is is_awaited
@@ -116,6 +116,7 @@ def test_no_spare_leaves_blocks_that_it_alone_holds() -> None:
 def test_a_server_without_the_span_or_that_may_not_move_takes_nothing_over(spare: pb.PlacedServer) -> None:
     assert taken(spare, TWIN, placed("third", "0:4")) is None
     assert taken(SPARE, TWIN, too_long="4:8") is None
+    assert taken(placed("spare", "0:4", "4:9"), TWIN) is None, "the model has 8 blocks"
 
 
 def test_of_several_spares_the_one_comes_first_that_has_most_of_what_was_lost_and_then_the_one_with_least_to_lose() -> (
