@@ -5,12 +5,12 @@ computed from them, so a session keeps the states of two positions: the newest, 
 Position 0 needs no state.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Self
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -114,13 +114,12 @@ class StateTable:
             raise OutOfPages("a block server has too few slots for recurrent states")
         return SlotStates(self._tensors, self._free)
 
-    def copied(self, states: LayerStates) -> "SlotStates":
-        """A slot with a copy of states that lie elsewhere."""
-        slot = self.take()
+    @torch.inference_mode()
+    def fill(self, slot: "SlotStates", states: LayerStates) -> None:
+        """Copies states that lie elsewhere into a slot."""
         for layer, state in states.items():
             for tensor, own in zip(self.tensors_like(layer, state.shape()), state.tensors, strict=True):
                 tensor[slot.number].copy_(own[0])
-        return slot
 
 
 class SlotStates(Mapping[int, LayerState]):
@@ -137,8 +136,10 @@ class SlotStates(Mapping[int, LayerState]):
 
     def __init__(self, tensors: Mapping[int, tuple[Tensor, ...]], free: list[int]) -> None:
         self.number = free.pop()
-        self._tensors = tensors
-        weakref.finalize(self, free.append, self.number).atexit = False
+        self._tensors, self._free = tensors, free
+
+    def __del__(self) -> None:
+        self._free.append(self.number)
 
     def __getitem__(self, layer: int) -> LayerState:
         return LayerState(*(tensor.narrow(0, self.number, 1) for tensor in self._tensors[layer]))
@@ -191,27 +192,29 @@ class SessionStates:
         Raises:
             OutOfPages: sessions have all slots.
             KeyError: the states at the position are not kept.
+            ValueError: they were kept without the table.
         """
-        source, end = NO_SLOT, position + num_tokens
+        held, source = self.at(position), NO_SLOT
         if position:
-            held = self.at(position)
             if not isinstance(held, SlotStates):
-                # Another server, or the family's own code, has computed them.
-                held = self._kept[position] = table.copied(held)
+                raise ValueError("the states lie outside of the table")
             source = held.number
-        if self._written is None:
-            self._written = (end, table.take())
-        self._written = (end, self._written[1])
-        return source, self._written[1].number
+        slot = table.take() if self._written is None else self._written[1]
+        self._written = (position + num_tokens, slot)
+        return source, slot.number
 
-    def commit(self, position: int) -> None:
-        """Keeps the computed states as the states at `position`. Of older states, it keeps the step's beginning."""
+    def commit(self, position: int, table: StateTable | None = None) -> None:
+        """Keeps the computed states as the states at `position`. Of older states, it keeps the step's beginning.
+
+        Args:
+            table: keeps states that lie elsewhere, too, since it has slots for as many as sessions may keep.
+        """
         newest = max(self._kept, default=0)
-        began = {newest: self._kept[newest]} if newest else {}
+        self._kept = {newest: self._kept[newest]} if newest else {}
         computed: LayerStates = self.computed
         if not computed and self._written is not None and self._written[0] == position:
             computed, self._written = self._written[1], None
-        self._kept = {**began, position: computed}
+        self._keep(position, computed, table)
         self.computed = {}
 
     def truncate(self, position: int) -> None:
@@ -221,14 +224,26 @@ class SessionStates:
         if not position:
             self._written = None
 
-    def arrive(self, position: int, states: LayerStates) -> None:
+    def arrive(self, position: int, states: LayerStates, table: StateTable | None = None) -> None:
         """Keeps states that another server computed. Of older states, it keeps the newest.
 
         A client may not have read yet the token after which these states were.
+
+        Args:
+            table: see `commit`.
         """
         older = max((each for each in self._kept if each < position), default=0)
-        began = {older: self._kept[older]} if older else {}
-        self._kept = {**began, position: states} if position else {}
+        self._kept = {older: self._kept[older]} if older else {}
+        if position:
+            self._keep(position, states, table)
+
+    def _keep(self, position: int, states: LayerStates, table: StateTable | None) -> None:
+        if table is not None and not isinstance(states, SlotStates):
+            slot = table.take() if self._written is None else self._written[1]
+            self._written = None
+            table.fill(slot, states)
+            states = slot
+        self._kept[position] = states
 
     def share(self) -> "SessionStates":
         """Returns a SessionStates with the same kept states for another session."""

@@ -360,7 +360,7 @@ class SessionCache(SessionPages):
     def commit(self, num_tokens: int) -> None:
         super().commit(num_tokens)
         if self.states is not None:
-            self.states.commit(num_tokens)
+            self.states.commit(num_tokens, self.store.state_table)
             if not num_tokens % self.pool.page_tokens:
                 self._keep_states(num_tokens, self.states.at(num_tokens))
 
@@ -447,7 +447,8 @@ class SessionCache(SessionPages):
     def _begin_with(self, text: ExpectedText, num_matched: int, cached: Sequence[Sequence[int]]) -> None:
         super()._begin_with(text, num_matched, cached)
         if self.states is not None:
-            self.states.arrive(self.num_tokens, self.store.snapshots.use(text.salt + text.hashes[num_matched - 1]))
+            states = self.store.snapshots.use(text.salt + text.hashes[num_matched - 1])
+            self.states.arrive(self.num_tokens, states, self.store.state_table)
 
     def _keep_states(self, position: int, states: LayerStates) -> None:
         """Keeps the states at the end of a page, with the page's name if it has one already."""

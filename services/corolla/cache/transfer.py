@@ -162,7 +162,7 @@ def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
         if store.held_layers(layers) != layers:
             cache.clear_predicted(copy.position, copy.end)
     if copy.has_states and cache.states is not None:
-        cache.states.arrive(copy.end, checked.states)
+        cache.states.arrive(copy.end, checked.states, store.state_table)
 
 
 def _device(store: KVStore, layers: range) -> torch.device:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.cache.layout import LayerGroups
-from corolla.cache.states import SessionStates
+from corolla.cache.layout import NUM_KEPT_STATES, LayerGroups
+from corolla.cache.states import LayerState, SessionStates, SlotStates
 from corolla.cache.store import KVStore, SessionCache
 
 NUM_PAGES, PAGE_TOKENS, NUM_LAYERS, HEADS, HEAD_SIZE = 12, 4, 2, 3, 5
@@ -114,3 +114,28 @@ def test_states_that_arrive_leave_the_newest_older_ones() -> None:
         states.arrive(position, {})
     assert [position in states for position in (3, 7, 9)] == [False, True, True]
     assert states.nearest(8) == 7
+
+
+def test_a_table_keeps_states_that_lie_elsewhere_in_slots_of_their_session() -> None:
+    """Rows with adapters and other servers compute them outside of it; the promise of slots covers them all."""
+    pages = 1 + NUM_KEPT_STATES
+    store = KVStore(pages, 4, [None], recurrent=[0], pageless=[0], num_state_pages=pages - 1, num_snapshots=1)
+    table, cache = store.use_state_table(), store.new_cache()
+    assert table.scratch_slot == NUM_KEPT_STATES + 1
+    cache.allocate(4)
+    assert cache.states is not None
+    for position in range(4):
+        cache.prepare(position, 1)
+        if position == 2:
+            cache.state_slots(position, 1)  # a step that fails before the row is computed elsewhere
+        cache.states.computed = {0: LayerState(torch.full((1, 1, 1), 1.0 + position))}
+        cache.commit(position + 1)
+        held = cache.states.at(position + 1)
+        assert isinstance(held, SlotStates)
+        assert held[0].conv.item() == 1 + position
+    cache.states.arrive(4, {0: LayerState(torch.full((1, 1, 1), 9.0))}, table)
+    source, target = cache.state_slots(4, 1)
+    assert (table.tensors_like(0, LayerState(torch.empty(1, 1, 1)))[0][source].item(), source == target) == (9.0, False)
+    del held
+    cache.clear()
+    assert len([table.take() for _ in range(table.scratch_slot - 1)]) == NUM_KEPT_STATES, "the snapshot keeps its slot"

@@ -79,7 +79,7 @@ def test_states_and_latents_are_found_by_their_slots(tmp_path: Path, family: str
     if states is not None:
         position = sessions[2].num_tokens
         elsewhere = {layer: LayerState(*map(Tensor.clone, each.tensors)) for layer, each in states.at(position).items()}
-        states.arrive(position, elsewhere)
+        states.arrive(position, elsewhere, pair.replaying.store.state_table)
     for _ in range(2):
         assert pair.decode([sessions[2], sessions[0], sessions[1]])
     for session in sessions:
