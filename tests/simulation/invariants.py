@@ -43,7 +43,7 @@ _CONTROL: Final = (
 
 
 _NEWER_FIELDS: Final[dict[type[Message], tuple[str, ...]]] = {
-    pb.Welcome: ("takes_standbys", "cuts_are_equal"),
+    pb.Welcome: ("takes_standbys", "cuts_are_equal", "takes_prediction_layer"),
     pb.Open: ("standby_transfer_id", "write_start", "only_cached"),
     pb.Opened: ("common_end", "step_id", "load"),
     pb.Fault: ("load",),

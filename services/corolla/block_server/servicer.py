@@ -202,6 +202,7 @@ class BlockServicer:
                 has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
                 takes_standbys=self.standbys is not None,
+                takes_prediction_layer=True,
                 cuts_are_equal=identity.cuts_are_equal,
                 keeps_states=identity.keeps_states,
             )

@@ -342,6 +342,7 @@ class Welcome(_message.Message):
     TAKES_STANDBYS_FIELD_NUMBER: _builtins.int
     KEEPS_STATES_FIELD_NUMBER: _builtins.int
     CUTS_ARE_EQUAL_FIELD_NUMBER: _builtins.int
+    TAKES_PREDICTION_LAYER_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
@@ -357,6 +358,8 @@ class Welcome(_message.Message):
     """Whether blocks have recurrent states. Other sessions continue only from the ends of steps that are ends of pages."""
     cuts_are_equal: _builtins.bool
     """Whether the server has tried that a token gets the same bits however its text is cut into steps."""
+    takes_prediction_layer: _builtins.bool
+    """Whether parts of sessions may have the layer of the multi-token prediction block behind the last block."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -372,10 +375,11 @@ class Welcome(_message.Message):
         takes_standbys: _builtins.bool = ...,
         keeps_states: _builtins.bool = ...,
         cuts_are_equal: _builtins.bool = ...,
+        takes_prediction_layer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts_are_equal", b"cuts_are_equal", "dtype", b"dtype", "has_draft_model", b"has_draft_model", "keeps_states", b"keeps_states", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts_are_equal", b"cuts_are_equal", "dtype", b"dtype", "has_draft_model", b"has_draft_model", "keeps_states", b"keeps_states", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_prediction_layer", b"takes_prediction_layer", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

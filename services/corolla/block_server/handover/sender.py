@@ -56,11 +56,13 @@ class HandoverLink:
         self.address = address
         self._connect = connect
         self._stream: Stream | None = None
+        self._welcome: asyncio.Future[pb.Welcome] | None = None
         self._answers: dict[tuple[bytes, bytes], asyncio.Future[pb.HandoverAnswer]] = {}
 
     @asynccontextmanager
     async def connect(self, fingerprint: str) -> AsyncIterator[None]:
         """Holds the stream open within the context. If the stream breaks, requests raise HopUnavailable."""
+        self._welcome = asyncio.get_running_loop().create_future()
         stream = self._connect(self.address, lambda _: self._receive)
         stream.ended.add_done_callback(lambda _: self._on_ended())
         stream.send(pb.Hello(fingerprint=fingerprint))
@@ -75,6 +77,13 @@ class HandoverLink:
     def is_broken(self) -> bool:
         """The stream has ended, or was never connected."""
         return self._stream is None
+
+    async def takes_prediction_layer(self) -> bool:
+        """See `Welcome.takes_prediction_layer`. False if the stream broke, which the next request says."""
+        if self._welcome is None:
+            return False
+        await asyncio.wait({self._welcome}, timeout=_ANSWER_TIMEOUT_S)
+        return self._welcome.done() and self._welcome.result().takes_prediction_layer
 
     async def request(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
         """Sends one frame and waits for its answer. Raises HopUnavailable."""
@@ -98,7 +107,9 @@ class HandoverLink:
             self._stream.send(control)
 
     def _receive(self, frame: Frame) -> None:
-        if isinstance(frame.control, pb.HandoverAnswer):
+        if isinstance(frame.control, pb.Welcome) and self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(frame.control)
+        elif isinstance(frame.control, pb.HandoverAnswer):
             # Servers of the release before name no transfer.
             named = frame.control.session_id, frame.control.transfer_id
             for (session_id, transfer_id), answer in self._answers.items():
@@ -107,6 +118,8 @@ class HandoverLink:
 
     def _on_ended(self) -> None:
         self._stream = None
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(pb.Welcome())
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._broken())
@@ -165,7 +178,8 @@ class HandoverSender:
                 raise from_reason(answer.reason, answer.message)
             is_taken = True
             progress.begin(answer.num_tokens)
-            num_bytes = await self._send(request, version, transfer_id, progress, link)
+            layers = await self._sent_layers(session, link)
+            num_bytes = await self._send(request, version, transfer_id, progress, link, layers)
             self.sessions.in_version(session_id, version)
             return num_bytes
         except BaseException as failure:
@@ -195,6 +209,7 @@ class HandoverSender:
             CorollaError: the standby refused the part, and this is its reason.
         """
         session_id, version = session.request.session_id, session.version
+        layers = await self._sent_layers(session, link)
 
         def read() -> _Reading:
             held = self.sessions.in_version(session_id, version)
@@ -203,7 +218,7 @@ class HandoverSender:
             has_states = start + num_tokens == num_held and num_held >= self._states_due_at(held, progress)
             if has_states:
                 progress.states_at = num_held
-            return self._read(held, start, num_tokens, is_last=False, has_states=has_states)
+            return self._read(held, layers, start, num_tokens, is_last=False, has_states=has_states)
 
         self._check_states(session)
         part = await asyncio.to_thread(_finished, *await self.engine.copy(read))
@@ -222,6 +237,12 @@ class HandoverSender:
     def _layers(self, session: HopSession[SessionCache]) -> range:
         return session.cache.store.held_layers(self.span.indices(session.request.blocks))
 
+    async def _sent_layers(self, session: HopSession[SessionCache], link: HandoverLink) -> range:
+        """The session's layers that the receiver takes: servers of the release before know no prediction block."""
+        if await link.takes_prediction_layer():
+            return self._layers(session)
+        return self.span.indices(session.request.blocks)
+
     def _check_states(self, session: HopSession[SessionCache]) -> None:
         # All recurrent states of a session travel in one frame.
         max_state_bytes = between_servers().max_frame_bytes - self.max_part_bytes - _MARGIN_BYTES
@@ -233,17 +254,23 @@ class HandoverSender:
         self._begun[session_id] = (address, transfer_id, progress)
 
     async def _send(
-        self, request: OpenRequest, version: int, transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
+        self,
+        request: OpenRequest,
+        version: int,
+        transfer_id: bytes,
+        progress: HandoverProgress,
+        link: HandoverLink,
+        layers: range,
     ) -> int:
         num_bytes = 0
         part: _Part | None = None
         while True:
             if part is None:
-                part = await self._next_part(request.session_id, version, progress)
+                part = await self._next_part(request.session_id, version, progress, layers)
             part.frame.transfer_id = transfer_id
             sent, following = await asyncio.gather(
                 link.request(part.frame, part.payload),
-                self._part_ahead(part, version, progress),
+                self._part_ahead(part, version, progress, layers),
                 return_exceptions=True,  # neither goes on after the other
             )
             if isinstance(sent, BaseException):
@@ -264,17 +291,17 @@ class HandoverSender:
         if not progress.answered(answer.num_tokens, taken=not answer.reason):
             raise HopUnavailable("a handover makes no progress")
 
-    async def _next_part(self, session_id: bytes, version: int, progress: HandoverProgress) -> _Part:
+    async def _next_part(self, session_id: bytes, version: int, progress: HandoverProgress, layers: range) -> _Part:
         """Copies the next part. Steps wait until the copy has begun, not until it ends."""
 
         def read() -> _Reading:
             session = self.sessions.in_version(session_id, version)
             part = progress.next_part(*self._state(session), is_idle=session.is_idle)
-            return self._read(session, *part)
+            return self._read(session, layers, *part)
 
         return await asyncio.to_thread(_finished, *await self.engine.copy(read))
 
-    async def _part_ahead(self, part: _Part, version: int, progress: HandoverProgress) -> _Part | None:
+    async def _part_ahead(self, part: _Part, version: int, progress: HandoverProgress, layers: range) -> _Part | None:
         """Copies the part after `part` while that travels; None if no part follows yet, or only the last one."""
         if part.frame.is_last:
             return None
@@ -282,7 +309,7 @@ class HandoverSender:
         def read() -> _Reading | None:
             session = self.sessions.in_version(part.frame.session_id, version)
             ahead = progress.part_ahead(*self._state(session))
-            return None if ahead is None else self._read(session, *ahead, is_last=False)
+            return None if ahead is None else self._read(session, layers, *ahead, is_last=False)
 
         reading = await self.engine.copy(read)
         return None if reading is None else await asyncio.to_thread(_finished, *reading)
@@ -295,12 +322,19 @@ class HandoverSender:
         return cache.num_tokens, cache.num_unchanged_tokens, most
 
     def _read(
-        self, session: HopSession[SessionCache], start: int, num_tokens: int, is_last: bool, *, has_states: bool = False
+        self,
+        session: HopSession[SessionCache],
+        layers: range,
+        start: int,
+        num_tokens: int,
+        is_last: bool,
+        *,
+        has_states: bool = False,
     ) -> _Reading:
         """Begins to copy a part, in the compute thread. The last part pauses the session, and always has states."""
         request, cache = session.request, session.cache
         has_states = has_states or is_last
-        finish = read_tokens(cache, self._layers(session), start, num_tokens, has_states=has_states)
+        finish = read_tokens(cache, layers, start, num_tokens, has_states=has_states)
         cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)

@@ -4,13 +4,20 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import torch
 from prometheus_client import Counter
 
+from corolla.block_server.handover.plan import HandoverProgress
+from corolla.block_server.handover.sender import HandoverLink, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import SessionState, nothing
+from corolla.cache.store import KVStore
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
+from corolla.wire.frames import Frame
+from corolla.wire.span import Span
 from corolla.wire.stream import Connect
 from tests.integration.waiting import until
 
@@ -63,3 +70,50 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
     await tasks.close()
     assert sent == [16]
     assert session.on_change is nothing
+
+
+@pytest.mark.parametrize("takes_it, num_layers", [(True, 2), (False, 1)])
+async def test_only_a_server_that_says_so_gets_the_layer_of_the_prediction_block(
+    takes_it: bool, num_layers: int
+) -> None:
+    store = KVStore(4, 4, [None, None], mtp_layer=1)
+    numbers = torch.ones(1, 1, 4)
+    cache = store.new_cache()
+    cache.allocate(4)
+    cache.prepare(0, 4)
+    for layer in range(2):
+        for tensor in store.layer_like(layer, numbers, numbers):
+            tensor.fill_(1.0)
+    cache.commit(4)
+    session: Any = SimpleNamespace(
+        request=SimpleNamespace(session_id=b"s" * 16, epoch=1, blocks=Span(0, 1)),
+        cache=cache, version=1, num_settled_tokens=4, is_idle=False, applied_step_id=1,
+    )  # fmt: skip
+    sent: list[pb.HandoverTokens] = []
+    ended = asyncio.get_running_loop().create_future()
+
+    def connect(_address: str, accept: Any) -> Any:
+        receive = accept(None)
+
+        def send(control: Any, _payload: bytes = b"") -> None:
+            if isinstance(control, pb.Hello):
+                asyncio.get_running_loop().call_soon(receive, Frame(pb.Welcome(takes_prediction_layer=takes_it), b""))
+                return
+            sent.append(control)
+            answer = pb.HandoverAnswer(session_id=control.session_id, transfer_id=control.transfer_id, num_tokens=4)
+            receive(Frame(answer, b""))
+
+        return SimpleNamespace(ended=ended, send=send, close=lambda: ended.set_result(None))
+
+    async def copy(read: Any) -> Any:
+        return read()
+
+    sender = HandoverSender(
+        Span(0, 1), cast(Any, SimpleNamespace(in_version=lambda *_: session)), cast(Any, SimpleNamespace(copy=copy)),
+        max_part_tokens=16,
+    )  # fmt: skip
+    link = HandoverLink("x:1", cast(Connect, connect))
+    async with link.connect("weights"):
+        num_bytes = await sender.copy_settled(session, b"t" * 16, HandoverProgress(), link)
+    (part,) = sent
+    assert (len(part.first_tokens), num_bytes) == (num_layers, num_layers * 2 * 4 * numbers.nbytes)
