@@ -23,6 +23,8 @@ _RETRY_INTERVAL_S: Final = 0.5
 _LOOK_INTERVAL_S: Final = 0.05
 SETTLING_S: Final = 5.0
 """How long servers that a store has forgotten may take to register again."""
+_MOST_DRAINED: Final = 4096
+"""After so many servers that drained, the oldest ones are past remembering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class PlacementWatch:
         num_updates: how many snapshots a router has pushed.
         turn: the place among equal servers where this process's sessions begin, from 0 to 1. A router spreads its
             watchers evenly.
+        drained: the ids of servers that drained when a router named them last, also if they are gone since.
         on_beginnings: takes the beginnings of texts that a server announces, given its id.
     """
 
@@ -58,6 +61,7 @@ class PlacementWatch:
         self._published = asyncio.Event()
         self.num_updates = 0
         self.turn = random.random()
+        self.drained: dict[str, None] = {}
         self.on_beginnings: Callable[[str, bytes], None] = lambda server_id, announced: None
 
     @property
@@ -182,6 +186,7 @@ class PlacementWatch:
             by_id = {each.server.server_id: each for each in placement.servers}
         self._snapshot = _Snapshot(by_id, is_complete)
         for each in placement.servers:
+            self._note_state(each)
             if each.load.beginnings:
                 self.on_beginnings(each.server.server_id, each.load.beginnings)
         self.num_updates += 1
@@ -193,6 +198,13 @@ class PlacementWatch:
             self._incomplete_since_s = asyncio.get_running_loop().time()
         published, self._published = self._published, asyncio.Event()
         published.set()
+
+    def _note_state(self, placed: pb.PlacedServer) -> None:
+        self.drained.pop(placed.server.server_id, None)
+        if placed.state == pb.SERVER_STATE_DRAINING:
+            self.drained[placed.server.server_id] = None
+            if len(self.drained) > _MOST_DRAINED:
+                del self.drained[next(iter(self.drained))]
 
 
 def _change(servers: dict[str, pb.PlacedServer], placement: pb.Placement) -> None:

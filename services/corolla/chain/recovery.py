@@ -215,11 +215,12 @@ class Recovery:
         """
         latest = failure
         while True:
+            # What is known of the server now counts, and not what becomes of it while the session waits for its turn.
+            action = await self._react(job, latest, in_replay=in_replay or latest is not failure)
             if latest is not failure:
                 # A random pause spreads the attempts of sessions that lost the same server.
                 await asyncio.sleep(random.uniform(0, job.longest_pause_s))
             await self.routes.turns.next()
-            action = await self._react(job, latest, in_replay=in_replay or latest is not failure)
             job.patience_s = self._patience(job, action)
             try:
                 next_failure = await self._attempt(job)
@@ -265,7 +266,7 @@ class Recovery:
         action = classify(failure, is_alive=bool(reporter) and not await self.handovers.is_disconnected(address))
         failed, died = _hops_at(job, address), list[Span]()
         if action is Action.REPLACE:
-            died = [Span.from_message(hop.span) for hop in failed if not self.routes.is_leaving_or_gone(hop.server_id)]
+            died = [Span.from_message(hop.span) for hop in failed if not self.routes.is_leaving(hop.server_id)]
             self._avoid(failed)
         blames_reporter = job.budget.spend(action, failure, job.position, died, in_replay=in_replay)
         if action is Action.REPLACE_EITHER:

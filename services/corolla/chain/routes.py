@@ -145,17 +145,12 @@ class Routes:
         self._leaving &= self._placement.by_id.keys()
         self._leaving.add(server_id)
 
-    def is_leaving_or_gone(self, server_id: str) -> bool:
-        """True if the server left in an orderly way: it refused a session, drains, or is listed no more.
+    def is_leaving(self, server_id: str) -> bool:
+        """True if the server leaves, or left, in an orderly way: it refused a session, or drained before it went.
 
-        A server that died is listed until its lease ends, and its clients notice its death long before.
+        A server that is listed no more without that died: what supervises it took it out of the placement.
         """
-        if server_id in self._leaving:
-            return True
-        placed = self._placement.by_id
-        if server_id in placed:
-            return placed[server_id].state == router_pb2.SERVER_STATE_DRAINING
-        return bool(placed)
+        return server_id in self._leaving or server_id in self._placement.drained
 
     def on_open_refused(self, server_id: str, failure: BaseException) -> None:
         """Leaves a server out that did not open a session, if the failure says that it is unreachable or leaves."""

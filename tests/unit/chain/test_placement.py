@@ -331,20 +331,29 @@ async def test_a_departed_server_that_is_not_listed_is_forgotten(router: Router,
 
 
 @watched
-async def test_a_server_that_drains_or_is_listed_no_longer_has_left(router: Router, watch: PlacementWatch) -> None:
+async def test_a_server_has_left_in_order_if_it_drained_before_it_was_gone(
+    router: Router, watch: PlacementWatch
+) -> None:
     routes = Routes(cast(ControlPlane, router), watch, "f", 5)
-    assert not routes.is_leaving_or_gone("a1")
+    assert not routes.is_leaving("a1")
     listed = placement("a1", "b1", complete=True)
     await router.push(listed)
-    assert not routes.is_leaving_or_gone("a1")
-    assert routes.is_leaving_or_gone("a0")
-    drained = placement("a1", "b1", complete=True)
-    drained.servers[0].state = pb.SERVER_STATE_DRAINING
-    await router.push(drained)
-    assert routes.is_leaving_or_gone("a1")
-    assert not routes.is_leaving_or_gone("b1")
+    assert not routes.is_leaving("a1")
+    listed.servers[0].state = pb.SERVER_STATE_DRAINING
+    await router.push(listed)
+    assert routes.is_leaving("a1")
+    assert not routes.is_leaving("b1")
+    await router.push(placement("a2", "b2", complete=True))
+    assert routes.is_leaving("a1")
+    assert not routes.is_leaving("b1"), "it died: a supervisor took it out of the placement"
     routes.exclude_leaving("b1")
-    assert routes.is_leaving_or_gone("b1")
+    assert routes.is_leaving("b1")
+    await router.push(placement("a1", "b1", complete=True))
+    assert not routes.is_leaving("a1"), "its pod was deleted and it lives on"
+    listed.servers[1].state = pb.SERVER_STATE_DRAINING
+    with mock.patch("corolla.chain.placement._MOST_DRAINED", 1):
+        await router.push(listed)
+    assert list(watch.drained) == ["b1"]
 
 
 @watched

@@ -45,7 +45,7 @@ class SameRoutes:
         self.lost: frozenset[str] = frozenset()
         self.avoided: list[str] = []
 
-    def is_leaving_or_gone(self, server_id: str) -> bool:
+    def is_leaving(self, server_id: str) -> bool:
         return server_id in self._left
 
     async def replace_lost(self, chain: common_pb2.Chain, lost: Collection[str], **_options: Any) -> common_pb2.Chain:
@@ -123,9 +123,13 @@ async def test_a_turn_without_epochs_for_another_opening_ends() -> None:
 
 
 async def test_of_many_sessions_that_lose_a_server_at_once_few_begin_to_recover_in_a_turn_of_the_loop() -> None:
-    turn, begun = 0, list[int]()
+    turn, judged, begun = 0, list[int](), list[int]()
 
     class CountedRoutes(SameRoutes):
+        def is_leaving(self, server_id: str) -> bool:
+            judged.append(turn)
+            return super().is_leaving(server_id)
+
         async def replace_lost(self, chain: common_pb2.Chain, *args: Any, **options: Any) -> common_pb2.Chain:
             begun.append(turn)
             return await super().replace_lost(chain, *args, **options)
@@ -146,6 +150,8 @@ async def test_of_many_sessions_that_lose_a_server_at_once_few_begin_to_recover_
         await asyncio.sleep(0)
     assert len(begun) == 50
     assert max(Counter(begun).values()) == MOST_IN_A_TURN
+    assert len(judged) == 50
+    assert max(judged) <= 1, "the state of the server at its failure counts, however long a session waits for its turn"
     await asyncio.gather(*recovering)
 
 
