@@ -194,7 +194,8 @@ class Registry:
     async def report(self, model: str, server_id: str, reporter: str) -> None:
         """Notes that a workload does not reach a server; it ignores an unknown server.
 
-        Once a second workload says so within the time of a lease, the server is suspected until its next heartbeat.
+        Once a second workload says so within the time of a lease, and the server sent no heartbeat meanwhile, it is
+        suspected until its next heartbeat.
         """
         await self._store.call("report", model, server_id, self._lease_ms, reporter)
 

@@ -249,6 +249,8 @@ async def test_a_server_is_suspected_by_the_word_of_two_until_it_is_heard(
     assert await is_suspected()
     await server.beat()
     assert not await is_suspected()
+    await registry.report(model, server.server_id, "one")
+    assert not await is_suspected(), "the other one spoke before the server was heard"
     await store.close()
 
 

@@ -11,6 +11,7 @@ local before = redis.call('HGET', LEASES, ARGV[1])
 if not before or redis.call('HEXISTS', SERVERS, ARGV[1]) == 0 then return 0 end
 hear(ARGV[1], ARGV[3])
 local was_suspected = redis.call('DEL', suspect_key(ARGV[1])) == 1
+redis.call('DEL', reporter_key(ARGV[1]))  -- what one workload said before this is past
 local state = string.sub(ARGV[3], 1, 1)
 if was_suspected or string.sub(before, 1, 1) ~= state then
   changed(ARGV[1], state == IS_READY and READY or STATE)

@@ -1,5 +1,5 @@
--- Notes that a workload does not reach a server. One that two workloads do not reach within the time of a lease is marked
--- as suspected until its next heartbeat, or until its lease has ended. Returns 1 if it was not before.
+-- Notes that a workload does not reach a server. One that two workloads do not reach within the time of a lease, with no
+-- heartbeat between them, is marked as suspected until its next heartbeat, or until its lease has ended. Returns 1 if it was not before.
 -- ARGV: server id, lease in ms, the workload.
 if redis.call('HEXISTS', SERVERS, ARGV[1]) == 0 then return 0 end
 local before = redis.call('GET', reporter_key(ARGV[1]))
