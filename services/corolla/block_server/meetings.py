@@ -57,10 +57,6 @@ class Outcome(Enum):
     NOT_REACHED = auto()
 
 
-async def _nowhere(_server_id: str) -> None:
-    """Reports nothing."""
-
-
 @dataclass(eq=False, repr=False)
 class Meetings:
     """Asks the servers of the placement, and answers those that ask.
@@ -82,11 +78,17 @@ class Meetings:
     connect: Connect
     placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
     tasks: TaskGroup
-    report: Callable[[str], Awaitable[None]] = _nowhere
-    on_change: Callable[[], None] = lambda: None
+    report: Callable[[str], Awaitable[None]]
+    on_change: Callable[[], None]
     unreachable: tuple[str, ...] = ()
     _answering: set[Peer] = field(init=False, default_factory=set)
     _lost: set[str] = field(init=False, default_factory=set)
+    # The ids of the other servers of the placement that was seen last, and of those in `unreachable`, by address.
+    _ids: dict[str, str] = field(init=False, default_factory=dict)
+    _unreachable_ids: dict[str, str] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.neighbours.on_placement = self._see
 
     async def meet_all(self) -> None:
         """Returns once one of the ready servers has met this one, or all that it reaches are silent, or there is none.
@@ -136,16 +138,17 @@ class Meetings:
 
     async def _look_at_lost(self) -> None:
         """Tells a router of servers that were lost, and asks whether they reach this one after all."""
-        # All that lose the same neighbour do not ask a router at the same moment.
+        # All that lose the same neighbour do not call a router at the same moment, and none asks for the placement.
         await asyncio.sleep(random.uniform(0, _LOOK_AFTER_S))
         lost, self._lost = self._lost.difference(self.unreachable), set()
-        if not 0 < len(lost) <= MOST_LOST or (ready := await self._ready()) is None:
+        if not 0 < len(lost) <= MOST_LOST:
             return
-        self._note(failed=(lost := lost.intersection(ready)))
-        for address in sorted(lost):
+        found = {address: self._ids[address] for address in sorted(lost) if address in self._ids}
+        self._note(failed=found)
+        for server_id in found.values():
             with suppress(CorollaError):
-                await self.report(ready[address])
-        await self._ask(sorted(lost))
+                await self.report(server_id)
+        await self._ask(list(found))
 
     async def _ready(self) -> dict[str, str] | None:
         """The ids of the other ready servers with these weights, by address; None: no router answers."""
@@ -153,13 +156,21 @@ class Meetings:
             servers = await self.placement()
         except CorollaError:
             return None
-        return {
+        self._see(servers)
+        ready = {each.server.address for each in servers if each.state == router_pb2.SERVER_STATE_READY}
+        return {address: server_id for address, server_id in self._ids.items() if address in ready}
+
+    def _see(self, servers: Sequence[router_pb2.PlacedServer]) -> None:
+        """Notes the servers of a placement. One that came to the address of an unreachable one is not that one."""
+        self._ids = {
             each.server.address: each.server.server_id
             for each in servers
-            if each.state == router_pb2.SERVER_STATE_READY
+            if each.state != router_pb2.SERVER_STATE_DRAINING
             and each.server.fingerprint == self.fingerprint
             and each.server.address != self.address
         }
+        before = self._unreachable_ids
+        self._note(gone={address for address in before if self._ids.get(address, before[address]) != before[address]})
 
     def _some_of(self, ready: list[str]) -> list[str]:
         # Servers that join together begin at different places, so that they do not all ask the same ones.
@@ -178,6 +189,8 @@ class Meetings:
         """Notes which servers do not reach this one, and which do or are there no longer."""
         found = [each for each in self.unreachable if each not in gone]
         found += sorted(each for each in failed if each not in found)
+        known = self._unreachable_ids | {each: self._ids[each] for each in failed if each in self._ids}
+        self._unreachable_ids = {each: known[each] for each in found[-MOST_UNREACHABLE:] if each in known}
         if (newest := tuple(found[-MOST_UNREACHABLE:])) != self.unreachable:
             self.unreachable = newest
             self.on_change()

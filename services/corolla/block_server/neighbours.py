@@ -31,11 +31,13 @@ class Neighbours:
 
     Args:
         placement: asks a router for all servers. May raise CorollaError.
+        on_placement: is called with the servers of each answer.
     """
 
     placement: Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
     tasks: TaskGroup
     clock: Callable[[], float] = time.monotonic
+    on_placement: Callable[[Sequence[router_pb2.PlacedServer]], None] = lambda servers: None
     # Until when each address is valid; infinite while the newest placement names it.
     _until_s: dict[str, float] = field(init=False, default_factory=dict)
     _device_ids: dict[str, str] = field(init=False, default_factory=dict)
@@ -89,4 +91,5 @@ class Neighbours:
         self._until_s = {address: until_s for address, until_s in left.items() if now_s < until_s}
         self._until_s |= dict.fromkeys((each.server.address for each in servers), math.inf)
         self._device_ids = {each.server.address: each.server.device_id for each in servers}
+        self.on_placement(servers)
         return True

@@ -404,7 +404,7 @@ class BlockServer:
         self._work.start_restartable(neighbours.run, "neighbours")
         new_relay = partial(
             Relay, self._fingerprint, self._peers, connect=self._network.connect, neighbours=neighbours,
-            on_lost=self._on_lost_neighbour,
+            on_lost=lambda address: self._meetings.lost(address),
         )  # fmt: skip
         settings, num_threads, on_cpu = self.settings, self._speed.num_threads, is_cpu(self.settings.device)
         num_sampling_threads = 1
@@ -478,7 +478,7 @@ class BlockServer:
             sessions, self._sender, self._peers, self._neighbours, self._network.connect, self._fingerprint, self._work,
             self._metrics,
         )  # fmt: skip
-        self._meetings = Meetings(
+        self._meetings: Meetings = Meetings(
             self.address, self._fingerprint, self._neighbours, self._network.connect, self._registration.placement,
             self._work, self._registration.report, self._registration.request_heartbeat,
         )  # fmt: skip
@@ -519,9 +519,6 @@ class BlockServer:
     async def _meet_others(self) -> None:
         await self._meetings.meet_all()
         self._work.start_restartable(self._meetings.run, "meetings")
-
-    def _on_lost_neighbour(self, address: str) -> None:
-        self._meetings.lost(address)
 
     async def _begin_to_serve(self) -> None:
         await self._rpc.ready()

@@ -43,10 +43,18 @@ class Server:
         self.listener, self.tasks = StreamListener("127.0.0.1", 0), TaskGroup()
         self.address = f"127.0.0.1:{self.listener.port}"
         neighbours = Neighbours(place.placement, self.tasks)
-        self.meetings = Meetings(self.address, FINGERPRINT, neighbours, connect, place.placement, self.tasks)
+        self.reported, self.changes = list[str](), list[tuple[str, ...]]()
+        self.meetings = Meetings(
+            self.address, FINGERPRINT, neighbours, connect, place.placement, self.tasks, self._report,
+            lambda: self.changes.append(self.meetings.unreachable),
+        )  # fmt: skip
         self.num_callers = 0
         place.add(self.address, state)
         place.made.append(self)
+
+    async def _report(self, server_id: str) -> None:
+        self.reported.append(server_id)
+        raise RouterUnavailable("away")
 
     async def open(self) -> None:
         await self.listener.start(self._accept)
@@ -72,6 +80,11 @@ async def place() -> AsyncIterator[Place]:
     for each in place.made:
         await each.tasks.close()
         await each.listener.close()
+
+
+def is_idle() -> bool:
+    """No server looks at what it lost, or for others."""
+    return not {"lost neighbours", "look for a neighbour"} & {task.get_name() for task in asyncio.all_tasks()}
 
 
 READY, JOINING = router_pb2.SERVER_STATE_READY, router_pb2.SERVER_STATE_JOINING
@@ -185,23 +198,29 @@ async def test_a_lost_neighbour_is_named_and_reported_once_and_then_asked(place:
     for each in (other, own):
         await each.open()
     place.servers[0].server.server_id = "other"
-    reported, changes = list[str](), list[tuple[str, ...]]()
-
-    async def report(server_id: str) -> None:
-        reported.append(server_id)
-        raise RouterUnavailable("away")
-
-    own.meetings.report, own.meetings.on_change = report, lambda: changes.append(own.meetings.unreachable)
+    await own.meetings.meet_all()
     own.meetings.lost(other.address)
     own.meetings.lost(other.address)
-    await until(lambda: len(changes) == 2)
-    assert changes == [(other.address,), ()]
-    assert reported == ["other"]
-    assert other.num_callers == 1, "it is asked once, and reaches the one that asks"
+    await until(lambda: len(own.changes) == 2)
+    assert own.changes == [(other.address,), ()]
+    assert own.reported == ["other"]
+    assert other.num_callers == 2, "it is asked once more, and reaches the one that asks"
     await other.listener.close()
     own.meetings.lost(other.address)
-    await until(lambda: len(reported) == 2)
+    await until(lambda: len(own.reported) == 2)
     assert own.meetings.unreachable == (other.address,)
+    await until(is_idle)
+    # A server that the placement names at this address later is another one.
+    place.servers[0].server.server_id = "restarted"
+    own.meetings.neighbours.look_again(lambda _: None)
+    await until(lambda: not own.meetings.unreachable)
+    own.meetings.lost(other.address)
+    await until(lambda: len(own.reported) == 3)
+    assert own.reported == ["other", "other", "restarted"]
+    assert own.meetings.unreachable == (other.address,)
+    own.meetings.neighbours.look_again(lambda _: None)
+    await until(is_idle)
+    assert own.meetings.unreachable == (other.address,), "it is still the same one"
     # A server that comes to the address meets this one.
     following = Server(Place(), JOINING)
     following.address = following.meetings.address = other.address
@@ -216,8 +235,8 @@ async def test_a_lost_neighbour_is_named_and_reported_once_and_then_asked(place:
 
 @pytest.mark.parametrize("num_lost", [1, MOST_LOST, MOST_LOST + 1])
 async def test_servers_that_left_or_were_lost_together_are_not_apart(place: Place, num_lost: int) -> None:
-    own, changes, looks = Server(place, READY), list[tuple[str, ...]](), list[int]()
-    own.meetings.on_change = lambda: changes.append(own.meetings.unreachable)
+    own, looks = Server(place, READY), list[int]()
+    await own.meetings.meet_all()
 
     async def placement() -> Sequence[router_pb2.PlacedServer]:
         looks.append(1)
@@ -227,9 +246,13 @@ async def test_servers_that_left_or_were_lost_together_are_not_apart(place: Plac
     for number in range(num_lost):
         if num_lost > MOST_LOST:
             place.add(f"127.0.0.1:{number + 1}", READY)
+    own.meetings.neighbours.look_again(lambda _: None)
+    await until(is_idle)
+    for number in range(num_lost):
         own.meetings.lost(f"127.0.0.1:{number + 1}")
-    await until(lambda: all(task.get_name() != "lost neighbours" for task in asyncio.all_tasks()))
-    assert (changes, len(looks)) == ([], int(num_lost <= MOST_LOST))
+    await until(is_idle)
+    assert own.changes == []
+    assert not looks, "many servers lose the same neighbour, and do not all ask for the whole placement"
 
 
 async def test_one_peer_has_one_meeting_at_a_time_and_all_have_few(place: Place) -> None:
