@@ -23,7 +23,7 @@ _RETRY_INTERVAL_S: Final = 0.5
 _LOOK_INTERVAL_S: Final = 0.05
 SETTLING_S: Final = 5.0
 """How long servers that a store has forgotten may take to register again."""
-_MOST_DRAINED: Final = 4096
+MOST_DRAINED: Final = 4096
 """After so many servers that drained, the oldest ones are past remembering."""
 
 
@@ -203,7 +203,7 @@ class PlacementWatch:
         self.drained.pop(placed.server.server_id, None)
         if placed.state == pb.SERVER_STATE_DRAINING:
             self.drained[placed.server.server_id] = None
-            if len(self.drained) > _MOST_DRAINED:
+            if len(self.drained) > MOST_DRAINED:
                 del self.drained[next(iter(self.drained))]
 
 

@@ -351,7 +351,7 @@ async def test_a_server_has_left_in_order_if_it_drained_before_it_was_gone(
     await router.push(placement("a1", "b1", complete=True))
     assert not routes.is_leaving("a1"), "its pod was deleted and it lives on"
     listed.servers[1].state = pb.SERVER_STATE_DRAINING
-    with mock.patch("corolla.chain.placement._MOST_DRAINED", 1):
+    with mock.patch("corolla.chain.placement.MOST_DRAINED", 1):
         await router.push(listed)
     assert list(watch.drained) == ["b1"]
 
