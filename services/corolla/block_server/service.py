@@ -355,7 +355,7 @@ class BlockServer:
             self._bandwidth = (
                 await self._compute_thread.run(measure_bandwidth, device) if device.type == "cuda" else None
             )
-            weights = self._spares.take(span, self._fingerprint)
+            weights = await self._spares.take(span, self._fingerprint)
             if weights is None:
                 weights = await self._compute_thread.run(self._loader.load_weights, self._checkpoint, span)
             self._shared = await self._compute_thread.run(self._loader.load_shared, self._checkpoint, span, weights.mtp)

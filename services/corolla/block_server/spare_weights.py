@@ -51,6 +51,11 @@ class SpareWeights:
     available: Callable[[], int | None] = available_bytes
     _kept: dict[Span, tuple[int, Weights | None]] = field(init=False, default_factory=dict)
     _fingerprint: str = field(init=False, default="")
+    # What was wanted at the last look, and what that follows from.
+    _wanted: list[Span] = field(init=False, default_factory=list)
+    _wanted_by: tuple[Sequence[router_pb2.PlacedServer], str, list[Span]] = field(init=False, default=((), "", []))
+    # The span that is read now, in a thread that outlives the incarnation that began it.
+    _reading: tuple[Span, asyncio.Task[None]] | None = field(init=False, default=None)
 
     @property
     def spans(self) -> list[Span]:
@@ -60,8 +65,10 @@ class SpareWeights:
     def num_bytes(self) -> int:
         return sum(num_bytes for num_bytes, _ in self._kept.values())
 
-    def take(self, span: Span, fingerprint: str) -> Weights | None:
+    async def take(self, span: Span, fingerprint: str) -> Weights | None:
         """Returns the weights of an incarnation's own span, which are kept no more; None: they must be read.
+
+        If an earlier incarnation began to read this span, the method waits for it.
 
         Args:
             fingerprint: identifies the weights: the files may have changed since the incarnation before.
@@ -69,6 +76,8 @@ class SpareWeights:
         if fingerprint != self._fingerprint:
             self._kept.clear()
             self._fingerprint = fingerprint
+        elif self._reading is not None and self._reading[0] == span:
+            await asyncio.wait({self._reading[1]})
         return self._kept.pop(span, (0, None))[1]
 
     async def run(self, keeping: Keeping) -> None:
@@ -79,7 +88,9 @@ class SpareWeights:
 
     async def look(self, keeping: Keeping) -> None:
         """Gives up what is wanted no more or has no room, and reads one span that is missing."""
-        wanted = spans_to_keep(keeping.placed(), keeping.server_id, self._kept)
+        if self._reading is not None:
+            await asyncio.wait({self._reading[1]})
+        wanted = await self._now_wanted(keeping)
         sizes = {span: num_bytes for span in wanted if (num_bytes := keeping.num_bytes(span)) is not None}
         # A new span needs an eighth more room than it takes, so that none is given up and read again all the time.
         needed = {span: num_bytes if span in self._kept else num_bytes * 9 // 8 for span, num_bytes in sizes.items()}
@@ -89,13 +100,33 @@ class SpareWeights:
             log.info("gave up a spare span", extra={"blocks": str(span)})
         missing = next((span for span in chosen if span not in self._kept), None)
         if missing is not None:
-            weights = await asyncio.to_thread(keeping.load, missing)
-            self._kept[missing] = (sizes[missing], weights)
-            log.info("keeps a spare span", extra={"blocks": str(missing), "mib": sizes[missing] >> 20})
+            reading = asyncio.create_task(self._read(missing, sizes[missing], keeping.load), name="spare weights")
+            self._reading = missing, reading
+            await asyncio.shield(reading)
+
+    async def _now_wanted(self, keeping: Keeping) -> list[Span]:
+        placed, kept = keeping.placed(), self.spans
+        if placed is not self._wanted_by[0] or (keeping.server_id, kept) != self._wanted_by[1:]:
+            # With a thousand servers, this takes tens of milliseconds.
+            self._wanted = await asyncio.to_thread(spans_to_keep, placed, keeping.server_id, kept)
+            self._wanted_by = placed, keeping.server_id, kept
+        return self._wanted
+
+    async def _read(self, span: Span, num_bytes: int, load: Callable[[Span], Weights | None]) -> None:
+        fingerprint = self._fingerprint
+        try:
+            weights = await asyncio.to_thread(load, span)
+        finally:
+            self._reading = None
+        if fingerprint == self._fingerprint:
+            self._kept[span] = (num_bytes, weights)
+            log.info("keeps a spare span", extra={"blocks": str(span), "mib": num_bytes >> 20})
 
     def _room(self, keeping: Keeping) -> int:
         """Pages come first: what sessions and standbys may still take is not spent on weights."""
         available = self.available()
         if available is None:
             return self.max_bytes
-        return min(self.max_bytes, available + self.num_bytes - keeping.unused_page_bytes())
+        # Files in the system's cache take nothing from what is available.
+        num_own = sum(num_bytes for num_bytes, weights in self._kept.values() if weights is not None)
+        return min(self.max_bytes, available + num_own - keeping.unused_page_bytes())

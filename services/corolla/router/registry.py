@@ -17,6 +17,7 @@ from corolla.chassis.errors import (
     LeaseTaken,
     StoreUnavailable,
 )
+from corolla.planning.spares import Takeover
 from corolla.router.intervals import USUAL_INTERVALS
 from corolla.router.layout import Layout
 from corolla.router.mirror import Mirror, parsed
@@ -175,19 +176,30 @@ class Registry:
             return pb.HeartbeatResponse()
         return pb.HeartbeatResponse(move_to=span.to_message(), at_once=at_once == b"1")
 
-    async def order(self, roster: Roster, move: Move, pause_ms: int, *, at_once: bool = False) -> bool:
+    async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
         """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
 
         Args:
             roster: The placement on which the move was decided.
             pause_ms: How long moves that cover no uncovered block must wait after this one. The pause doubles with each
                 such move while the servers stay the same.
-            at_once: Whether the server waits for no client, since no answer goes on before it is back.
         """
-        covers = int(move.covers)
+        return await self._order(roster, move.server_id, move.span, int(move.covers), pause_ms, 0, 0)
+
+    async def order_takeover(self, roster: Roster, found: Takeover) -> bool:
+        """Orders a server to take lost blocks over. Returns False if the placement has changed or another move runs.
+
+        It also returns False until routers have listened for a lease, since Redis may have lost its data: then servers
+        are missing that live.
+        """
+        return await self._order(roster, found.server_id, found.span, 1, 0, int(found.at_once), self._lease_ms)
+
+    async def _order(
+        self, roster: Roster, server_id: str, span: Span, covers: int, pause_ms: int, at_once: int, listened_ms: int
+    ) -> bool:
         reply = await self._store.call(
-            "order_move", roster.model, str(roster.version), move.server_id, str(move.span), _MOVE_TTL_MS, covers,
-            pause_ms, int(at_once),
+            "order_move", roster.model, str(roster.version), server_id, str(span), _MOVE_TTL_MS, covers, pause_ms,
+            at_once, listened_ms,
         )  # fmt: skip
         return bool(reply == 1)
 

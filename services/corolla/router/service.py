@@ -79,8 +79,7 @@ class Rebalancer:
         found = roster.takeover() if roster.has_spares else None
         if found is None:
             return
-        move = Move(found.server_id, found.span, covers=True)
-        if await self.registry.order(roster, move, 0, at_once=found.at_once):
+        if await self.registry.order_takeover(roster, found):
             self.metrics.move_ordered(roster.model, covers=True)
             log.info("a spare takes over", extra={"model": roster.model, "blocks": str(found.span)})
 

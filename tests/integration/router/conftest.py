@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from redis.asyncio import Redis
 
 from corolla.chassis.channels import open_channel
 from corolla.chassis.errors import CorollaError
@@ -114,6 +115,25 @@ def scripts_on_a_set_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return script.replace("redis.call('TIME')", split)
 
     monkeypatch.setattr(store, "script_text", on_the_tests_clock)
+
+
+class Clock:
+    """The store's clock for a model, which stands until the test moves it."""
+
+    def __init__(self, redis: Redis, model: str) -> None:
+        self._redis = redis
+        self._key = CLOCK + model
+
+    async def move(self, ms: int) -> None:
+        await self._redis.incrby(self._key, ms)
+
+
+@pytest.fixture
+async def clock(scripts_on_a_set_clock: None, redis_url: str, model: str) -> AsyncIterator[Clock]:
+    async with Redis.from_url(redis_url) as redis:
+        clock = Clock(redis, model)
+        await clock.move(1_700_000_000_000)
+        yield clock
 
 
 class BlockServer:

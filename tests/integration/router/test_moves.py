@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
-from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Router, StartRouter, spans
+from tests.integration.router.conftest import FAST_INTERVALS, BlockServer, Clock, Router, StartRouter, spans
 from tests.integration.router.test_registration import placement, plan
 from tests.integration.waiting import until
 
@@ -90,8 +91,16 @@ async def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one(
         assert await num_ordered(*routers, model=model, reason="covers") == 1
 
 
+async def listen_for_a_lease(clock: Clock, *servers: BlockServer) -> None:
+    """Lets a lease pass in which these servers are heard."""
+    for _ in range(3):
+        await clock.move(25_000)
+        for each in servers:
+            await each.beat()
+
+
 async def test_a_server_that_keeps_a_lost_span_takes_it_over_without_settling(
-    start_router: StartRouter, model: str
+    start_router: StartRouter, model: str, clock: Clock, redis_url: str
 ) -> None:
     # The router looks for better layouts once a minute, and no lease ends within the test.
     router = await start_router(lease_ms=60_000, intervals=replace(FAST_INTERVALS, settle_s=60.0))
@@ -100,8 +109,18 @@ async def test_a_server_that_keeps_a_lost_span_takes_it_over_without_settling(
     first, lost, spare = servers
     spare.load.spare_spans.add(start=3, end=6)
     await spare.beat_in_full()
-    await asyncio.sleep(0.5)
+    await listen_for_a_lease(clock, *servers)
+    await asyncio.sleep(0.3)
     assert not (await spare.beat_in_full()).HasField("move_to"), "nothing is lost"
+    async with Redis.from_url(redis_url) as redis:
+        await redis.delete(*[key async for key in redis.scan_iter(f"*{{{model}}}*")])
+    for each in (first, spare):
+        await each.beat_in_full()
+    await until(lambda: are_listed(router, model, 2))
+    await asyncio.sleep(0.3)
+    assert not (await spare.beat_in_full()).HasField("move_to"), "Redis lost its data, and the third will be heard"
+    await lost.beat_in_full()
+    await listen_for_a_lease(clock, *servers)
     await lost.leave()
 
     async def ordered() -> pb.HeartbeatResponse | None:
@@ -120,14 +139,19 @@ async def test_a_server_that_keeps_a_lost_span_takes_it_over_without_settling(
     assert await num_ordered(router, model=model, reason="covers") == 1
 
 
+async def are_listed(router: Router, model: str, number: int) -> bool:
+    return len((await placement(router, model)).servers) == number
+
+
 async def test_the_blocks_of_a_server_that_drains_are_taken_over_while_it_serves(
-    start_router: StartRouter, model: str
+    start_router: StartRouter, model: str, clock: Clock
 ) -> None:
     router = await start_router(lease_ms=60_000, intervals=replace(FAST_INTERVALS, settle_s=60.0))
     servers = [MovingServer(router, model) for _ in range(3)]
     assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
     first, leaving, spare = servers
     spare.load.spare_spans.add(start=3, end=6)
+    await listen_for_a_lease(clock, *servers)
     leaving.state = pb.SERVER_STATE_DRAINING
     await leaving.beat_in_full()
     async with spare.living(), first.living():

@@ -1,16 +1,15 @@
 """Quotas of tenants, counted in the store: exactly, however many ask and however often a call is made again."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import pytest
-from redis.asyncio import Redis
 
 from corolla.router.validation import MOST_TAKES, MOST_USES
 from corolla.v1 import router_pb2 as pb
-from tests.integration.router.conftest import CLOCK, Router, StartRouter, refusal
+from tests.integration.router.conftest import Clock, Router, StartRouter, refusal
 
 LEASE_MS = 60_000
 HOUR_MS = 3_600_000
@@ -92,25 +91,6 @@ async def test_a_request_that_holds_nothing_of_a_quota_ends(tenant: Tenant) -> N
     await tenant.take("a", hold(0))
     await tenant.end("a")
     await tenant.take("b", hold(10))
-
-
-class Clock:
-    """The store's clock for a model, which stands until the test moves it."""
-
-    def __init__(self, redis: Redis, model: str) -> None:
-        self._redis = redis
-        self._key = CLOCK + model
-
-    async def move(self, ms: int) -> None:
-        await self._redis.incrby(self._key, ms)
-
-
-@pytest.fixture
-async def clock(scripts_on_a_set_clock: None, redis_url: str, model: str) -> AsyncIterator[Clock]:
-    async with Redis.from_url(redis_url) as redis:
-        clock = Clock(redis, model)
-        await clock.move(1_700_000_000_000)
-        yield clock
 
 
 async def test_what_is_held_comes_back_when_nothing_more_is_heard(clock: Clock, tenant: Tenant) -> None:

@@ -1,9 +1,12 @@
 -- Orders a server to move to another span, if the placement has the expected version and no other move is ordered.
 -- ARGV: expected version, server id, span, ms in which the server must be back, 1 if the move covers uncovered blocks
--- or else 0, ms for which later moves with 0 must wait, 1 if the server waits for no client or else 0. Returns 1 if
--- ordered.
+-- or else 0, ms for which later moves with 0 must wait, 1 if the server waits for no client or else 0, ms for which
+-- routers must have listened for heartbeats. Returns 1 if ordered.
 local entry = redis.call('HGET', SERVERS, ARGV[2])
 if version() ~= ARGV[1] or not entry or redis.call('EXISTS', ORDER) == 1 then return 0 end
+-- After a loss of data, those servers are listed first that send the most heartbeats: the others are not lost.
+local listened_ms = tonumber(ARGV[8])
+if listened_ms > 0 and now_ms() - listening_since(listened_ms) < listened_ms then return 0 end
 -- While the servers stay the same, the wait doubles with each move: fluctuating speeds must not keep servers moving.
 local addresses = redis.call('HKEYS', ADDRESSES)
 table.sort(addresses)
