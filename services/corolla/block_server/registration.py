@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -22,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0
 _RETRY_INTERVAL_S = 0.5
+_HURRIED_INTERVAL_S = 0.25
+_MOST_HURRY = 6
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -47,7 +48,8 @@ class Registration:
         channels: opens channels to the router.
         interval_s: seconds between heartbeats, until a router answers with another interval.
         on_placement: is called with each placement that this server asked for.
-        longest_interval_s: the longest time between heartbeats, whatever a router answers.
+        is_hurried: whether answers may wait for an order to this server. It then sends heartbeats every 0.25 s, but
+            at most six times as often as the router asks.
 
     Attributes:
         state: the state that the next heartbeat reports.
@@ -59,7 +61,7 @@ class Registration:
     channels: Channels = open_channel
     interval_s: float = 1.0
     on_placement: Callable[[router_pb2.Placement], None] = lambda placement: None
-    longest_interval_s: float = math.inf
+    is_hurried: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         self._channel = self.channels(self.router)
@@ -94,7 +96,7 @@ class Registration:
                     has_logged = True
                 await asyncio.sleep(_RETRY_INTERVAL_S)
                 continue
-            self.interval_s = min(answer.heartbeat_interval_ms / 1000, self.longest_interval_s)
+            self.interval_s = answer.heartbeat_interval_ms / 1000
             self._span = Span.from_message(answer.span)
             return self._span
 
@@ -116,9 +118,16 @@ class Registration:
                 reachable = False
             with contextlib.suppress(TimeoutError):
                 # After a failure the server retries soon, so that its routes return as soon as the router does.
-                interval_s = self.interval_s if reachable else min(self.interval_s, _RETRY_INTERVAL_S)
-                async with asyncio.timeout(interval_s):
+                interval_s = self.next_interval_s
+                async with asyncio.timeout(interval_s if reachable else min(interval_s, _RETRY_INTERVAL_S)):
                     await self._soon.wait()
+
+    @property
+    def next_interval_s(self) -> float:
+        """Seconds until the next heartbeat, if the router answers."""
+        if not self.is_hurried():
+            return self.interval_s
+        return min(self.interval_s, max(_HURRIED_INTERVAL_S, self.interval_s / _MOST_HURRY))
 
     async def order(self) -> Order:
         """Waits until the router orders this server to move to another span."""

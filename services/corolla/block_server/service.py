@@ -34,7 +34,7 @@ from corolla.block_server.servicer import AdminEndpoint, BlockServicer
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.settings import MAX_PART_TOKENS, BlockServerSettings
 from corolla.block_server.span_loader import FEWER_PAGES, FEWER_WEIGHTS, SpanLoader
-from corolla.block_server.spare_weights import HEARTBEAT_INTERVAL_S, Keeping, SpareWeights
+from corolla.block_server.spare_weights import Keeping, SpareWeights
 from corolla.block_server.start_progress import StartProgress
 from corolla.block_server.step_admission import StepWork
 from corolla.block_server.step_spans import StepSpans
@@ -315,8 +315,7 @@ class BlockServer:
         self._registration = self._new_registration(
             self.settings.router, self._description, self._load, self._network.channels, on_placement=self._on_placement
         )
-        if self._spares.max_bytes:
-            self._registration.longest_interval_s = HEARTBEAT_INTERVAL_S
+        self._registration.is_hurried = lambda: bool(self._spares.spans)
         return f"one block computes {self._speed.decode_tokens_per_second:.0f} tokens/s one at a time"
 
     async def _end_registration(self) -> None:

@@ -14,8 +14,6 @@ from corolla.wire.span import Span
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_INTERVAL_S: Final = 0.25
-"""A server that keeps spans asks so often for orders, since answers wait for it after a loss."""
 _LOOK_INTERVAL_S: Final = 1.0
 
 
@@ -107,7 +105,7 @@ class SpareWeights:
     async def _now_wanted(self, keeping: Keeping) -> list[Span]:
         placed, kept = keeping.placed(), self.spans
         if placed is not self._wanted_by[0] or (keeping.server_id, kept) != self._wanted_by[1:]:
-            # With a thousand servers, this takes tens of milliseconds.
+            # Planning takes tens of milliseconds among a thousand servers.
             self._wanted = await asyncio.to_thread(spans_to_keep, placed, keeping.server_id, kept)
             self._wanted_by = placed, keeping.server_id, kept
         return self._wanted

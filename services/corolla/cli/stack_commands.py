@@ -128,7 +128,7 @@ def join(
         int, typer.Option(min=0, help="The most blocks to hold, with --blocks auto.", show_default="all")
     ] = 0,
     spare_mib: Annotated[
-        int | None,
+        int,
         typer.Option(
             min=0,
             envvar="COROLLA_SPARE_MIB",
@@ -136,7 +136,7 @@ def join(
             show_envvar=False,
             show_default="none",
         ),
-    ] = None,
+    ] = 0,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port for other servers.", show_default="50052, or a free one")
     ] = None,
@@ -166,8 +166,12 @@ def join(
     from corolla.cli.join import JoinOptions, run_join
     from corolla.local.log_files import new_log_folder
 
+    if spare_mib and blocks != "auto":
+        raise typer.BadParameter(
+            f"--spare-mib has no use with --blocks {blocks}: only a server with automatic blocks moves to others"
+        )
     options = JoinOptions(
-        address=address, model=model, blocks=blocks, capacity_blocks=capacity_blocks, spare_mib=spare_mib or 0,
+        address=address, model=model, blocks=blocks, capacity_blocks=capacity_blocks, spare_mib=spare_mib,
         port=port, host=host, device=device, num_threads=_num_threads(threads),
         log_folder=log_folder or new_log_folder(),
     )  # fmt: skip

@@ -251,9 +251,13 @@ class Registry:
         chain = await self._store.call("session_chain", model, session_id)
         return parsed(self._store, "chain", model, b"", chain, common_pb2.Chain.FromString) if chain else None
 
-    async def rosters(self) -> AsyncIterator[Roster]:
-        """Yields the snapshot of each model, except those that cannot be read."""
-        for model in await self.models():
+    async def rosters(self, models: Iterable[str] | None = None) -> AsyncIterator[Roster]:
+        """Yields the snapshot of each model, except those that cannot be read.
+
+        Args:
+            models: The names of the models; None: all.
+        """
+        for model in await self.models() if models is None else models:
             try:
                 yield await self.snapshot(model)
             except InternalError:

@@ -67,13 +67,18 @@ class Rebalancer:
 
     async def run_takeovers(self) -> None:
         """Has servers that keep lost spans take these over, as soon as the store knows of the loss, for ever."""
+        time_s, next_s = asyncio.get_running_loop().time, 0.0
+        with_spares: set[str] = set()
         while True:
-            has_spares = False
+            models = with_spares.copy()
             with suppress(CorollaError):
-                async for roster in self.registry.rosters():
-                    has_spares = has_spares or roster.has_spares
+                if time_s() >= next_s:
+                    next_s = time_s() + self.intervals.relist_s
+                    models.update(await self.registry.models())
+                async for roster in self.registry.rosters(models):
+                    (with_spares.add if roster.has_spares else with_spares.discard)(roster.model)
                     await self._take_over(roster)
-            await asyncio.sleep(self.intervals.takeover_s if has_spares else self.intervals.relist_s)
+            await asyncio.sleep(self.intervals.takeover_s if with_spares else self.intervals.relist_s)
 
     async def _take_over(self, roster: Roster) -> None:
         found = roster.takeover() if roster.has_spares else None

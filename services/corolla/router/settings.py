@@ -62,7 +62,9 @@ class RouterSettings(ServiceSettings):
         5.0, ge=0.1, le=600, description="Seconds after which watchers learn of changed load when nothing else changes."
     )
     rebalance: bool = Field(
-        True, description="Whether the router may move block servers whose blocks it chose to other blocks."
+        True,
+        description="Whether the router may move block servers whose blocks it chose to other blocks. If not, no spare "
+        "takes lost blocks over, either.",
     )
     rebalance_min_gain: float = Field(
         0.25,

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from corolla.router.registry import Registry
+from corolla.router.roster import Roster
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.integration.metrics import sample
@@ -137,6 +140,29 @@ async def test_a_server_that_keeps_a_lost_span_takes_it_over_without_settling(
     assert answer.at_once
     assert (answer.move_to.start, answer.move_to.end) == (3, 6)
     assert await num_ordered(router, model=model, reason="covers") == 1
+
+
+async def test_only_models_with_spares_are_read_often(
+    start_router: StartRouter, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await start_router()
+    spare, other = MovingServer(first, model), MovingServer(first, f"other-{model}")
+    spare.load.spare_spans.add(start=3, end=6)
+    for each in (spare, other):
+        await each.join()
+        await each.beat_in_full()
+    read = Counter[str]()
+    snapshot = Registry.snapshot
+
+    async def counted(registry: Registry, name: str) -> Roster:
+        read[name] += 1
+        return await snapshot(registry, name)
+
+    await first.process.stop()
+    monkeypatch.setattr(Registry, "snapshot", counted)
+    await start_router(intervals=replace(FAST_INTERVALS, relist_s=60.0, settle_s=60.0, takeover_s=0.01))
+    await until(lambda: read[model] >= 20)
+    assert read[other.description.model] < 10
 
 
 async def are_listed(router: Router, model: str, number: int) -> bool:

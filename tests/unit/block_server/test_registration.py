@@ -8,6 +8,17 @@ from corolla.block_server.registration import Registration
 from corolla.v1 import router_pb2
 
 
+@pytest.mark.parametrize("asked_s, hurried_s", [(0.1, 0.1), (1.5, 0.25), (6.0, 1.0)])
+async def test_a_server_that_keeps_spans_asks_more_often(asked_s: float, hurried_s: float) -> None:
+    registration = Registration(
+        "127.0.0.1:1", router_pb2.ServerDescription(), router_pb2.ServerLoad, interval_s=asked_s
+    )
+    assert registration.next_interval_s == asked_s
+    registration.is_hurried = lambda: True
+    assert registration.next_interval_s == hurried_s
+    await registration.close()
+
+
 async def test_a_hurried_heartbeat_follows_the_one_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     registration = Registration("127.0.0.1:1", router_pb2.ServerDescription(), router_pb2.ServerLoad, interval_s=60.0)
     said: list[int] = []

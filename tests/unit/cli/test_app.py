@@ -37,6 +37,7 @@ def test_the_module_is_the_command_and_says_its_version(asked: str) -> None:
         (["generate", "hi", "--top-k", "x"], "--top-k"),
         (["up", "--servers", "0"], "--servers"),
         (["up", "--servers", "3", "--blocks", "0:10,10:30"], "contradicts"),
+        (["join", "127.0.0.1:1", "--blocks", "0:4", "--spare-mib", "64"], "no use"),
         (["up", "--dtype", "float7"], "float7"),
     ],
 )
