@@ -183,7 +183,7 @@ class BatchExecutor:
         """
         work = _row_works(admitted)
         if (
-            self.mtp is not None
+            self._drafts(admitted)
             or any(batch.comes_round_here for batch in admitted)
             or any(row.adapter is not None or row.prompts is not None for row in work)
         ):
@@ -245,7 +245,7 @@ class BatchExecutor:
                 early = _EarlyLogits.launched(self.edges, admitted, batch)
             batch.reading.begin()
         # The model's own block takes the outputs of this step, and drafts for the next one.
-        if self.mtp is None and early is not None and early.has_one_of_each_row and may_go_ahead():
+        if not self._drafts(admitted) and early is not None and early.has_one_of_each_row and may_go_ahead():
             early = self._go_ahead(admitted, blocks, preparing, early)
         return LaunchedIteration(admitted, blocks, batch, kept, copies, early, embed_seconds, began_s)
 
@@ -282,6 +282,11 @@ class BatchExecutor:
         if self._ahead is not None:
             self._ahead.expect(outputs, ended_s)
         return replace(result, outputs=outputs, edge_seconds=result.edge_seconds + ended_s - began_s)
+
+    def _drafts(self, admitted: Sequence[AdmittedStep]) -> bool:
+        """The model's own block drafts for one of the rows."""
+        samplers = (session.request.sampler for batch in admitted for _, session, _ in batch.rows)
+        return self.mtp is not None and any(each is not None and each.mtp_drafter is not None for each in samplers)
 
     def _take_ahead(self, admitted: Sequence[AdmittedStep]) -> tuple[StepAhead | None, Sequence[int]]:
         """Takes the step that was launched ahead, with the indices of its rows that were admitted.

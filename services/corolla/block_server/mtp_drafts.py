@@ -9,7 +9,6 @@ no answer depends on that, and drafts hardly.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,18 +18,11 @@ from corolla.block_server.step_admission import AdmittedStep
 from corolla.cache.store import SessionCache
 from corolla.chassis.errors import CorollaError
 from corolla.compute.base import RowWork
+from corolla.compute.span_runner import SpanRunner
 from corolla.decoding.sampling import sample_together
 from corolla.decoding.speculator import MtpDrafter
 from corolla.models.mtp import MtpParts
 from corolla.v1 import blocks_pb2 as pb
-
-
-class Predictor(Protocol):
-    """Runs the decoder layer of the block: a `SpanRunner`."""
-
-    def predict(self, rows: Sequence[RowWork], hidden: Tensor) -> Tensor:
-        """See `SpanRunner.predict`. `hidden` and the result are `[tokens, H]` in the model's dtype on its device."""
-        ...
 
 
 @dataclass(slots=True)
@@ -56,8 +48,12 @@ class FollowedRow:
     @property
     def drafter(self) -> MtpDrafter | None:
         """The drafter of the session; None: nothing drafts for it."""
-        speculator = None if self.sampler is None else self.sampler.speculator
-        return None if speculator is None else speculator.mtp
+        return None if self.sampler is None else self.sampler.mtp_drafter
+
+    @property
+    def held(self) -> int:
+        """Where the row ends; draft tokens that were wrong lie before it."""
+        return self.position + len(self.output)
 
     @property
     def first(self) -> int:
@@ -70,89 +66,136 @@ class FollowedRow:
         return self.end if self.num_drafts else self.end - 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A row for which the block drafts.
+
+    Attributes:
+        token_ids: the tokens that the block reads.
+        outputs: the last block's outputs for the tokens before these, `[len(token_ids), H]` in the model's dtype.
+    """
+
+    row: FollowedRow
+    sampler: SessionSampler
+    drafter: MtpDrafter
+    token_ids: Sequence[int]
+    outputs: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class MtpDrafts:
     """Runs the block for rows of different sessions.
 
     Attributes:
+        runner: runs the decoder layer of the block.
         num_model_blocks: how many blocks the model has; the last one's outputs are what the block takes.
     """
 
-    predictor: Predictor
+    runner: SpanRunner
     parts: MtpParts
     num_model_blocks: int
 
     @torch.inference_mode()
-    def follow(self, rows: Sequence[FollowedRow]) -> None:
+    def follow(self, rows: Sequence[FollowedRow]) -> list[tuple[FollowedRow, Exception]]:
         """Computes the block for the tokens that the rows hold, and drafts what follows.
 
-        Sessions for which nothing drafts get zeros: others may share their pages.
+        All other tokens of the rows get zeros: other sessions may share their pages, and other servers take them.
+
+        Returns:
+            The rows that could not be prepared, and why.
         """
-        followed: list[FollowedRow] = []
+        followed: list[_Followed] = []
+        failed: list[tuple[FollowedRow, Exception]] = []
         for row in rows:
             row.num_drafts = max(0, min(row.num_drafts, row.cache.num_reserved_tokens - row.end))
-            drafter = row.drafter
-            # A client may have sent a shorter text than it has steps for.
-            if drafter is not None and len(drafter.token_ids) > row.last:
-                followed.append(row)
-                row.cache.clear_predicted(row.position, row.first)
-            else:
-                row.cache.clear_predicted(row.position, row.end)
-        self._draft([row for row in followed if row.num_drafts], self._computed(followed))
+            try:
+                if (prepared := self._prepared(row)) is not None:
+                    followed.append(prepared)
+            except Exception as failure:
+                failed.append((row, failure))
+        computed = {id(each.row) for each in followed}
+        cleared = [(row.cache, row.position, row.held) for row in rows if id(row) not in computed]
+        cleared += [(each.row.cache, each.row.position, each.row.first) for each in followed]
+        cleared += [(each.row.cache, each.row.last + 1, each.row.held) for each in followed]
+        self.runner.store.clear_predicted(cleared)
+        self._draft(*self._computed(followed))
+        return failed
 
-    def _computed(self, rows: Sequence[FollowedRow]) -> Tensor:
-        """Computes the block for the tokens of all rows. Returns its output for the last token of drafting rows."""
-        works = [RowWork(row.cache, row.first, row.last + 1 - row.first) for row in rows if row.last >= row.first]
-        token_ids: list[int] = []
-        hidden: list[Tensor] = []
-        last: list[int] = []
-        for row in rows:
-            output, drafter = row.output.to(self.parts.device), row.drafter
-            if drafter is None:
-                continue
-            if row.position:
-                hidden.append(self._before(row, output))
-            hidden.append(output[: row.last - row.position])
-            token_ids += drafter.token_ids[row.first : row.last + 1]
-            if row.num_drafts:
-                last.append(len(token_ids) - 1)
-            newest = row.end - row.position
-            # A view would keep the outputs of the whole step in memory.
-            row.cache.newest_output = row.end, output[newest - 1 : newest].clone()
+    def _prepared(self, row: FollowedRow) -> _Followed | None:
+        """Prepares what the block reads of a row, and the pages that it writes; None if nothing drafts for it."""
+        sampler, drafter = row.sampler, row.drafter
+        # A client may have sent a shorter text than it has steps for.
+        if sampler is None or drafter is None or len(drafter.token_ids) <= row.last:
+            return None
+        cache, end = row.cache, row.end + row.num_drafts
+        if end > cache.num_tokens:
+            cache.prepare(cache.num_tokens, end - cache.num_tokens)
+        output = row.output.to(self.parts.device)
+        outputs = output[: row.last - row.position]
+        if row.position:
+            outputs = torch.cat((self._before(row, output), outputs))
+        newest = row.end - row.position
+        # A view would keep the outputs of the whole step in memory.
+        cache.newest_output = row.end, output[newest - 1 : newest].clone()
+        return _Followed(row, sampler, drafter, drafter.token_ids[row.first : row.last + 1], outputs)
+
+    def _computed(self, followed: Sequence[_Followed]) -> tuple[list[_Followed], Tensor]:
+        """Computes the block for the tokens of all rows.
+
+        Returns:
+            The rows that draft, and the block's output for their newest tokens, `[rows, H]` in the model's dtype.
+        """
+        works = [RowWork(each.row.cache, each.row.first, len(each.token_ids)) for each in followed if each.token_ids]
         if not works:
-            return torch.empty(0, 0)
-        inputs = self._inputs(token_ids, self.parts.normed(torch.cat(hidden)))
-        return self.parts.output(self.predictor.predict(works, inputs)[last])
+            return [], torch.empty(0, 0)
+        token_ids = [token_id for each in followed for token_id in each.token_ids]
+        inputs = self._inputs(token_ids, self.parts.normed(torch.cat([each.outputs for each in followed])))
+        predicted = self.runner.predict(works, inputs)
+        are_finite = predicted.isfinite().all(-1).tolist()
+        spoilt: list[tuple[SessionCache, int, int]] = []
+        drafting: list[_Followed] = []
+        newest: list[int] = []
+        end = 0
+        for each in followed:
+            start, end = end, end + len(each.token_ids)
+            if not all(are_finite[start:end]):
+                # Servers refuse such numbers, and other sessions would have them from shared pages.
+                spoilt.append((each.row.cache, each.row.first, each.row.held))
+            elif each.row.num_drafts:
+                drafting.append(each)
+                newest.append(end - 1)
+        self.runner.store.clear_predicted(spoilt)
+        return drafting, self.parts.output(predicted[newest])
 
     def _before(self, row: FollowedRow, output: Tensor) -> Tensor:
         """The last block's output for the token before a row, `[1, H]`; zeros where it is not known."""
         known = row.cache.newest_output
         return known[1] if known is not None and known[0] == row.position else torch.zeros_like(output[:1])
 
-    def _draft(self, rows: Sequence[FollowedRow], output: Tensor) -> None:
+    def _draft(self, drafting: Sequence[_Followed], output: Tensor) -> None:
         """Drafts for all rows, token by token, with forks of their samplers; see `ModelDrafter`.
 
         Args:
             output: the block's output for the newest token of each row, `[rows, H]` in the model's dtype.
         """
-        going = [(row, row.sampler.sampler.fork(), row.drafter) for row in rows if row.sampler is not None]
+        going = [(each, each.sampler.sampler.fork()) for each in drafting]
         number = 0
         while going:
-            chosen = sample_together([sampler for _, sampler, _ in going], self.parts.logits(output))
+            chosen = sample_together([sampler for _, sampler in going], self.parts.logits(output))
             number += 1
             kept: list[int] = []
-            for index, ((row, _, drafter), token) in enumerate(zip(going, chosen, strict=True)):
+            for index, ((each, _), token) in enumerate(zip(going, chosen, strict=True)):
                 # An error is the draft's alone: the numbers of the block are not finite.
-                if drafter is None or isinstance(token, CorollaError):
+                if isinstance(token, CorollaError):
                     continue
-                drafter.drafted.append(token.token_id)
-                if number < row.num_drafts:
+                each.drafter.drafted.append(token.token_id)
+                if number < each.row.num_drafts:
                     kept.append(index)
             going = [going[index] for index in kept]
             if going:
-                works = [RowWork(row.cache, row.end + number, 1) for row, _, _ in going]
-                newest = [drafter.drafted[-1] for _, _, drafter in going if drafter is not None]
-                output = self.parts.output(self.predictor.predict(works, self._inputs(newest, output[kept])))
+                works = [RowWork(each.row.cache, each.row.end + number, 1) for each, _ in going]
+                newest = [each.drafter.drafted[-1] for each, _ in going]
+                output = self.parts.output(self.runner.predict(works, self._inputs(newest, output[kept])))
 
     def _inputs(self, token_ids: Sequence[int], normed: Tensor) -> Tensor:
         return self.parts.input(torch.tensor(token_ids, device=self.parts.device), normed)
@@ -209,10 +252,12 @@ class IterationDrafts:
         if not rows:
             return
         try:
-            self._drafts.follow(rows)
+            failed = self._drafts.follow(rows)
         except Exception as failure:
             self._error_of(failure)
-            for row in rows:
-                row.cache.clear_predicted(row.position, row.end)
-                if row.drafter is not None and row.sampler is not None:
-                    row.sampler.stop_drafting(failure)
+            failed = [(row, failure) for row in rows]
+            self._drafts.runner.store.clear_predicted([(row.cache, row.position, row.held) for row in rows])
+        for row, reason in failed:
+            self._error_of(reason)
+            if row.drafter is not None and row.sampler is not None:
+                row.sampler.stop_drafting(reason)

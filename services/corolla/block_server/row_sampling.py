@@ -18,7 +18,7 @@ from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampling import Sampler, launch_choice
 from corolla.decoding.speculation import MAX_DRAFT_TOKENS
-from corolla.decoding.speculator import Speculator, make_speculator
+from corolla.decoding.speculator import MtpDrafter, Speculator, make_speculator
 from corolla.models.edges import Edges
 from corolla.models.mtp import MtpParts
 from corolla.v1 import blocks_pb2 as pb
@@ -109,6 +109,11 @@ class SessionSampler:
             raise MalformedMessage("sampler", failure.message) from None
         speculator = make_speculator(message, draft_model, grammar)
         return cls(sampler, speculator, vocab_size, message.num_tokens_left, frozenset(message.end_token_ids))
+
+    @property
+    def mtp_drafter(self) -> MtpDrafter | None:
+        """The drafter of the model's own block; None: the block drafts nothing for this session."""
+        return None if self.speculator is None else self.speculator.mtp
 
     @property
     def is_behind(self) -> bool:

@@ -117,7 +117,8 @@ class BlockServerSettings(ServiceSettings):
         0,
         ge=0,
         description="Memory for keys and values in MiB; 0: 1024 on a CPU, and on a GPU what weights and steps leave. "
-        "Servers that share a GPU must set it.",
+        "Servers that share a GPU must set it. Of models with recurrent states, an eighth is for states at the ends of "
+        "pages.",
     )
     spare_mib: int = Field(
         0,
@@ -161,7 +162,8 @@ class BlockServerSettings(ServiceSettings):
     prefix_cache: bool = Field(
         True,
         description="Whether sessions of one tenant share the KV pages of a common beginning of their texts. Without "
-        "that, the server stands by for no session, and its own sessions have no standbys.",
+        "that, the server stands by for no session, and its own sessions have no standbys. Sessions with recurrent "
+        "states continue from those that an eighth of COROLLA_KV_CACHE_MIB keeps.",
     )
     host_cache_mib: int = Field(
         0,

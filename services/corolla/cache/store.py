@@ -16,7 +16,7 @@ from corolla.cache.session_pages import SessionPages
 from corolla.cache.snapshots import StateSnapshots
 from corolla.cache.states import LayerState, LayerStates, SessionStates, StateTable
 from corolla.cache.tables import Extent
-from corolla.wire.device_copies import hand_to_steps, on_copy_stream, record_copies
+from corolla.wire.device_copies import hand_to_steps, on_copy_stream, record_copies, to_device
 from corolla.wire.span import Span
 
 
@@ -203,6 +203,28 @@ class KVStore:
             )
             for tensor in tensors
         ]
+
+    @torch.inference_mode()
+    def clear_predicted(self, runs: Iterable[tuple["SessionCache", int, int]]) -> None:
+        """Writes zeros in the layer of the multi-token prediction block, if there is one.
+
+        Nothing drafts for these tokens, but other sessions may share their pages.
+
+        Args:
+            runs: caches with tokens `[position, end)`, as far as they hold them.
+        """
+        if (layer := self.mtp_layer) is None:
+            return
+        group = self.group_of(layer)
+        held: list[Sequence[int]] = []
+        for cache, position, end in runs:
+            if (num_tokens := min(end, cache.num_tokens) - position) > 0:
+                held.append(cache.slots(position, num_tokens, group))
+        if held:
+            tensors = self.layer(layer)
+            slots = to_device(torch.tensor([*itertools.chain(*held)]), tensors[0].device, torch.int64)
+            for tensor in tensors:
+                tensor.index_fill_(0, slots, 0)
 
     @property
     def has_copy_stream(self) -> bool:
@@ -468,18 +490,6 @@ class SessionCache(SessionPages):
         """Begins another text."""
         self.store.snapshots.drop_unnamed(self)
         self._newest_snapshot = None
-
-    def clear_predicted(self, position: int, end: int) -> None:
-        """Writes zeros for the tokens `[position, end)` in the layer of the multi-token prediction block.
-
-        Nothing drafts for this session, but another one may share its pages.
-        """
-        layer = self.store.mtp_layer
-        if layer is None or position >= end:
-            return
-        for first, count in self.extents(end, position, self.store.group_of(layer)):
-            for tensor in self.store.layer(layer):
-                tensor.narrow(0, first, count).zero_()
 
     def _pages_between(self, start: int, end: int) -> list[int]:
         """The held pages of the tokens `[start, end)` in all groups."""

@@ -160,7 +160,7 @@ def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
             tensor.index_copy_(0, slots, part)
         cache.commit_copied(copy.end)
         if store.held_layers(layers) != layers:
-            cache.clear_predicted(copy.position, copy.end)
+            store.clear_predicted([(cache, copy.position, copy.end)])
     if copy.has_states and cache.states is not None:
         cache.states.arrive(copy.end, checked.states, store.state_table)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from corolla.block_server.mtp_drafts import FollowedRow, MtpDrafts
 from corolla.block_server.row_sampling import SessionSampler
 from corolla.cache.store import SessionCache
-from corolla.chassis.errors import StartupError
+from corolla.chassis.errors import OutOfPages, StartupError
 from corolla.compute.base import RowWork
 from corolla.compute.span_runner import SpanRunner
 from corolla.decoding.parameters import SamplingParams
@@ -152,6 +152,39 @@ def test_a_session_that_comes_from_elsewhere_lacks_one_output_and_goes_on(folder
     (keys, _), (others, _) = cache.gather(layer, 30), fork.gather(layer, 30)
     differs = (keys - others).abs().amax(dim=(0, 2)) > 0
     assert differs.nonzero().flatten().tolist() == [20]
+
+
+def test_rows_that_fail_or_are_not_finite_are_zeros_and_the_others_draft(
+    folder: Path, text: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So are the places of draft tokens that were wrong: a handover sends each token that a session holds."""
+    chain = Chain(folder)
+    layer = chain.runner.model.mtp_layer
+    assert layer is not None
+    with torch.inference_mode():
+        for tensor in chain.runner.store.layer(layer):
+            tensor.fill_(torch.nan)
+    caches = [chain.new_cache(NUM_TOKENS + 4) for _ in range(3)]
+    samplers = [sampler_of(text.tolist(), parts=chain.parts) for _ in caches]
+    good, spoilt, failing = chain.step(caches, [text[:24]] * 3, 0)
+    rows = [
+        FollowedRow(cache, 0, 22, output, sampler, 1)
+        for cache, output, sampler in zip(caches, (good, spoilt * torch.nan, failing), samplers, strict=True)
+    ]
+
+    def fail(_position: int, _num_tokens: int) -> None:
+        raise OutOfPages("no page is left")
+
+    monkeypatch.setattr(caches[2], "prepare", fail)
+    rows[2].num_drafts = 3
+    failed = chain.drafts.follow(rows)
+    assert [(row is rows[2], type(failure)) for row, failure in failed] == [(True, OutOfPages)]
+    assert [len(row.drafter.drafted) for row in rows if row.drafter is not None] == [1, 0, 0]
+    held = [torch.cat(cache.gather(layer, 24), dim=-1) for cache in caches]
+    assert [each.isfinite().all().item() for each in held] == [True] * 3
+    assert held[0].any(-1).any(0).tolist() == [False] + [True] * 22 + [False]
+    assert not held[1].any()
+    assert not held[2].any()
 
 
 def test_a_text_that_is_shorter_than_its_steps_is_not_drafted_for(folder: Path, text: Tensor) -> None:
