@@ -163,12 +163,13 @@ class Chain:
     @property
     def placed(self) -> Sequence[router_pb2.ServerDescription]:
         """The block servers as the router describes them."""
-        placement = self._stack.placement()
-        return [each.server for each in placement.servers] if placement is not None else []
+        if (placement := self._stack.placement()) is None:
+            raise RuntimeError("the router has sent no placement")
+        return [each.server for each in placement.servers]
 
     def certificates(self, role: Role, name: str) -> Path:
         """A folder with a certificate of the stack, which has to be secure, for one more process."""
-        return self._stack._identities.folder_of(role, name)  # type: ignore[union-attr]
+        return self._stack.certificates(role, name)
 
     def is_alive(self, server: ManagedProcess) -> bool:
         return self._stack.pid(server.name) is not None

@@ -145,7 +145,7 @@ def _loaded(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
 def _manifest_of(file: Path, folder: Path) -> Path:
     with file.open("rb") as source:
         checksums = "".join(
-            hashlib.sha256(source.read(PART_BYTES)).hexdigest() for _ in range(file.stat().st_size // PART_BYTES)
+            hashlib.sha256(source.read(PART_BYTES)).hexdigest() for _ in range(-(-file.stat().st_size // PART_BYTES))
         )
     manifest = ModelManifest(file.name, "0" * 64, [ManifestFile(file.name, file.stat().st_size, 0, checksums)])
     path = folder / f"{hashlib.sha256(manifest.written()).hexdigest()}.json"

@@ -371,6 +371,12 @@ class Stack:
             if process.name != "redis":
                 self._probes[process.name] = readiness.Probe(process.rpc_address, self._credentials_for(process))
 
+    def certificates(self, role: Role, name: str) -> Path:
+        """A folder with a certificate for one more process. Raises RuntimeError if the stack has no certificates."""
+        if self._identities is None:
+            raise RuntimeError("the stack has no certificates")
+        return self._identities.folder_of(role, name)
+
     def _identity(self, process: ManagedProcess) -> dict[str, str]:
         if self._identities is None or process.role is None:
             return {}

@@ -129,14 +129,16 @@ def _text(token: Any) -> str:
 
 
 def _check(tokens: list[bytes]) -> None:
-    if len(tokens) > _MOST_TOKENS or not all(tokens):
-        raise ValueError("a token is empty, or there are too many")
+    if not all(tokens):
+        raise ValueError("a token is empty")
     if len(set(tokens)) != len(tokens):
         raise ValueError("two tokens are the same")
 
 
 def _check_merges(tokens: list[bytes]) -> None:
     """Refuses tokens that are made of each other in so many ways that a small file would take gigabytes."""
+    if len(tokens) > _MOST_TOKENS:
+        raise ValueError("there are too many tokens")
     lengths = [len(token) for token in tokens]
     if max(lengths, default=0) > _MOST_TOKEN_BYTES or sum(lengths) > _MOST_TOTAL_BYTES:
         raise ValueError("a token is too long, or all together are")

@@ -13,7 +13,7 @@ from transformers.utils import sentencepiece_model_pb2_new
 
 from corolla.chassis.errors import CheckpointError
 from corolla.client.text.tokenizer import TextTokenizer
-from corolla.models.tokenizer import load_tokenizer
+from corolla.models.tokenizer import load_tokenizer, tokenizer_of_pieces
 from tests.vocabularies import GOLDEN, sentencepiece_folder, tekken_folder, tiktoken_folder
 
 
@@ -78,3 +78,8 @@ def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
     with pytest.raises(CheckpointError, match=r"sentencepiece model of another kind"):
         load_tokenizer(tmp_path)
+
+
+def test_a_file_of_too_many_pieces_is_refused() -> None:
+    with pytest.raises(ValueError, match="too many tokens"):
+        tokenizer_of_pieces({"tokens": [""] * ((1 << 20) + 1)})
