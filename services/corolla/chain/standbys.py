@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
+from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import ChainBinding, Reservations
 from corolla.chain.rewinds import without_taken_back
 from corolla.chain.routes import Routes
@@ -66,7 +67,9 @@ class Standbys:
         if needing:
             # A search that finds no server looks through all of them.
             standbys.pause = min(2 * standbys.pause, _MOST_BETWEEN_LOOKS)
-            self._tasks.start(self._name_all(binding, texts, needing), "standbys of a session")
+            self._bindings |= dict.fromkeys((each.session_id for each in binding.identities), binding)
+            for hop in needing:  # at once: a server that does not answer holds up the standby of no other hop
+                self._tasks.start(self._name(binding, texts, hop), "standby of a hop")
 
     def drop(self, binding: ChainBinding, kept: Collection[common_pb2.Hop] = ()) -> None:
         """Frees the sessions on standbys, whose tokens are of no use any more.
@@ -79,18 +82,11 @@ class Standbys:
         for identity in binding.identities:
             self._bindings.pop(identity.session_id, None)
 
-    async def _name_all(
-        self, binding: ChainBinding, texts: Sequence[TextDigests], hops: Sequence[common_pb2.Hop]
-    ) -> None:
-        for hop in hops:
-            if binding.standbys.are_over or hop not in binding.chain.hops:
-                return
-            self._bindings |= dict.fromkeys((each.session_id for each in binding.identities), binding)
-            await self._name(binding, texts, hop)
-
     async def _name(self, binding: ChainBinding, texts: Sequence[TextDigests], hop: common_pb2.Hop) -> None:
         """Names a standby for one hop: opens the sessions there, and then tells the hop."""
         standbys, identities = binding.standbys, binding.identities
+        if standbys.are_over or identities != binding.open_identities or hop not in binding.chain.hops:
+            return
         held = self._held_or_chosen(binding, hop)
         if held is None:
             return
@@ -105,10 +101,7 @@ class Standbys:
             replies = await self._reservations.open_standby(binding, held.hop, hop, texts, transfer_ids)
         except CorollaError as failure:
             log.info("a server cannot stand by for a session", extra={"reason": failure.reason})
-            if standbys.by_hop.get(hop.server_id) is held:
-                self._refuse(binding, hop)
-            else:
-                self._reservations.give_back(identities, [held.hop])
+            self._on_refusal(binding, identities, hop, held)
             return
         if standbys.by_hop.get(hop.server_id) is not held:
             self._reservations.give_back(identities, [held.hop])
@@ -160,6 +153,21 @@ class Standbys:
         held = StandbyHop(chosen)
         standbys.add(hop.server_id, held)
         return held
+
+    def _on_refusal(
+        self,
+        binding: ChainBinding,
+        identities: Sequence[SessionIdentity],
+        hop: common_pb2.Hop,
+        held: StandbyHop,
+    ) -> None:
+        """Gives up a hop's standby that did not open the sessions under these identities."""
+        if binding.standbys.by_hop.get(hop.server_id) is not held:
+            self._reservations.give_back(identities, [held.hop])
+        elif binding.identities is identities:
+            self._refuse(binding, hop)
+        # Else the sessions are opened again, maybe on this server, which refuses their earlier epoch. To give them back
+        # in the new one would free them where they go on; the next look names the standby.
 
     def _refuse(self, binding: ChainBinding, hop: common_pb2.Hop) -> None:
         """Gives up a hop's standby; the sessions will not be copied to that server again."""
