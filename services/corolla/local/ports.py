@@ -9,10 +9,13 @@ from typing import Final
 
 from corolla.chassis.addresses import host_port
 from corolla.chassis.errors import StartupError
+from corolla.local.options import LOOPBACK
 
 # The range lies below the ports of outgoing connections, so that none of these takes a port before its server does.
 _FIRST, _LAST = 20_000, 32_000
 _MAY_HOLD: Final = sys.platform == "linux"
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::")  # noqa: S104
+_MOST_NAME_CHARS: Final = 100
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -46,8 +49,8 @@ class Ports:
 
     A process begins to listen some time after it got its port. Until then, and while it is started again, others could
     take the port. So a socket that does not listen holds each port until `close`, and a second one, of the port's
-    name among Unix sockets, keeps out other stacks of this machine: that name has one owner, however many sockets share
-    a port. Systems other than Linux have neither, so ports are not held there.
+    name at its host among Unix sockets, keeps out other stacks of this machine: that name has one owner, however many
+    sockets share a port. Systems other than Linux have neither, so ports are not held there.
     """
 
     def __init__(self) -> None:
@@ -86,12 +89,17 @@ class Ports:
         with ExitStack() as held, suppress(OSError):
             if _MAY_HOLD:
                 # A name that begins with a zero ends with its process, and belongs to a network namespace as ports do.
-                held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0corolla-port-{port}")
+                held.enter_context(socket.socket(socket.AF_UNIX)).bind(_name(port, host))
             if is_free(port, host):
                 if _MAY_HOLD:
                     held.enter_context(_socket(host)).bind((host, port))
                 self._held[port] = held.pop_all()
         return port in self._held
+
+
+def _name(port: int, host: str) -> str:
+    """The name of a port at a host. A port of all addresses has that of the loopback's, where most stacks listen."""
+    return f"\0corolla-port-{port}-{LOOPBACK if host in _ALL_ADDRESSES else host}"[:_MOST_NAME_CHARS]
 
 
 def _socket(host: str) -> socket.socket:

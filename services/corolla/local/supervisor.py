@@ -3,10 +3,14 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from corolla.chassis.backoff import Backoff
+from corolla.chassis.errors import CorollaError
+from corolla.chassis.threads import begun_apart
 from corolla.local.fork_server import Exit
 from corolla.local.processes import ManagedProcess
 
@@ -36,7 +40,7 @@ def ignore(_event: StackEvent) -> None:
 
 
 class Supervised(Protocol):
-    """What a supervisor watches; its thread calls these methods."""
+    """What a supervisor watches; its thread calls these methods, and a thread of its own calls `note_exit`."""
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]: ...
@@ -51,7 +55,11 @@ class Supervised(Protocol):
         """Returns the ends of processes since the last call."""
 
     def note_exit(self, process: ManagedProcess) -> None:
-        """Does what has to be done at once when a process has ended, before it is started again."""
+        """Does what has to be done at once when a process has ended, but nothing waits for it for long.
+
+        Raises:
+            CorollaError: it cannot be done. The process is started again all the same.
+        """
 
     def look(self, report: Report) -> None:
         """Does what else has to be done again and again."""
@@ -109,7 +117,6 @@ class Supervisor:
 
     def _take_note(self, process: ManagedProcess, ended: Exit) -> None:
         name = process.name
-        self._supervised.note_exit(process)
         self._coming_up.discard(name)
         text = f"(process {ended.pid}) {ended.how}"
         if self._restarts:
@@ -117,4 +124,7 @@ class Supervisor:
             delay_s = self._backoffs[name].delay_s(now - self._started_at[name])
             self._due_at[name] = now + delay_s
             text += f"; starting it again in {delay_s:.1f} s"
+        # Neither a wrong file nor a router that does not answer keeps this thread from what follows.
+        with suppress(CorollaError, TimeoutError):
+            begun_apart(partial(self._supervised.note_exit, process)).result(_LOOK_INTERVAL_S)
         self._report(StackEvent("problem", name, text))

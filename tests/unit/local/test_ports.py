@@ -78,6 +78,9 @@ def test_two_stacks_that_start_at_once_share_no_usual_port() -> None:
         theirs.given(usual, "router")
     with pytest.raises(StartupError):
         theirs.given(usual, "router", "::")
+    assert theirs.given(usual, "router", "127.0.0.2") == usual, "another address has ports of its own"
+    theirs.close()
+    theirs = Ports()
     ours.close()
     assert theirs.given(usual, "router") == usual
     theirs.close()

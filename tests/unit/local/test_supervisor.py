@@ -1,8 +1,12 @@
 """A process that dies is started again, and people learn when it serves; also on a machine that joined."""
 
 import queue
+import threading
 from pathlib import Path
 
+import pytest
+
+from corolla.chassis.errors import SettingsError
 from corolla.chassis.metrics import MetricsEndpoint, new_registry
 from corolla.local.fork_server import Exit
 from corolla.local.joined_servers import answers_healthy
@@ -22,6 +26,8 @@ class Servers:
         self.exits = list[Exit]()
         self.done = list[str]()
         self.num_looks = 0
+        self.is_router_frozen = False
+        self.is_over = threading.Event()
 
     def launch(self, process: ManagedProcess) -> None:
         self.serves = True
@@ -36,13 +42,18 @@ class Servers:
 
     def note_exit(self, process: ManagedProcess) -> None:
         self.done.append(f"noted {process.name}")
+        if self.is_router_frozen:
+            self.is_over.wait()
+        raise SettingsError("the certificate cannot be read")
 
     def look(self, report: Report) -> None:
         self.num_looks += 1
 
 
-def test_a_process_serves_and_is_started_again_when_it_dies() -> None:
+@pytest.mark.parametrize("is_router_frozen", [False, True])
+def test_a_process_serves_and_is_started_again_when_it_dies(is_router_frozen: bool) -> None:
     servers, events = Servers(), queue.SimpleQueue[StackEvent]()
+    servers.is_router_frozen = is_router_frozen
     supervisor = Supervisor(servers, events.put, restarts=True, are_serving=False)
     supervisor.start()
     try:
@@ -54,6 +65,7 @@ def test_a_process_serves_and_is_started_again_when_it_dies() -> None:
         assert "was killed by SIGKILL; starting it again in" in died.text
         assert events.get(timeout=30) == StackEvent("recovered", NAME, "serves again")
     finally:
+        servers.is_over.set()
         supervisor.stop()
     assert servers.num_looks
     # The router must not take the next start for the process that ended.
