@@ -147,12 +147,18 @@ async def test_a_pod_that_vanishes_gets_no_sessions_though_its_lease_runs(
 
 
 async def test_a_server_whose_pod_has_gone_is_removed_before_its_lease_ends(
-    start_router: StartRouter, inside: dict[str, Any], kubernetes: KubernetesServer, model: str
+    start_router: StartRouter,
+    inside: dict[str, Any],
+    kubernetes: KubernetesServer,
+    model: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     for name in "ab":
         kubernetes.put(described_pod(name))
-    router = await start_router(**inside)
+    router, other = await start_router(**inside), await start_router(**inside)
     await watched(router)
+    await watched(other)
     gone, staying = server_in(router, model, "a"), server_in(router, model, "b")
     async with serving(staying):
         await gone.join()
@@ -162,6 +168,11 @@ async def test_a_server_whose_pod_has_gone_is_removed_before_its_lease_ends(
             return set(await states(router, model)) == {"b"}
 
         await until(is_removed)
+        # It lives on: no router removes it again.
+        await gone.join()
+        await becomes(other, model, "a", DRAINING)
+        await asyncio.sleep(1)
+    assert sum("has gone" in each.message for each in caplog.records) == 1
 
 
 async def test_a_pod_that_is_not_ready_comes_last_until_it_is_ready_again(

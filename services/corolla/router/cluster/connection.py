@@ -133,6 +133,9 @@ class PodRecorder:
         own_pod: The pod of this router; without its name, no Events about spans are written.
         after_failures_s: The pause after several failed writes.
         lead_ms: The time after which another router leads if this one is silent.
+
+    Attributes:
+        leads: Whether this router was the leading one when it looked last.
     """
 
     api: KubernetesApi
@@ -142,6 +145,7 @@ class PodRecorder:
     _: KW_ONLY
     after_failures_s: float
     lead_ms: int
+    leads: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._router_id = secrets.token_hex(8)
@@ -165,7 +169,7 @@ class PodRecorder:
             local_models: The models that have a server in one of the pods.
         """
         # This call comes first, since it may fail: the reporters below count as written what they return.
-        leads = await self.registry.lead(
+        self.leads = await self.registry.lead(
             f"pods:{self.api.namespace}:{self.api.selector}", self._router_id, self.lead_ms
         )
         now_s = clock()
@@ -176,9 +180,9 @@ class PodRecorder:
         own = [each for each in rosters if each.model in self._models and each.is_known]
         seen = [self._spans.look(each.model, each.uncovered, now_s) for each in own]
         self._waiting.extend(self._handovers.due(now_s))
-        if leads and self.own_pod.name:
+        if self.leads and self.own_pod.name:
             self._waiting.extend(each for each in seen if each is not None)
-        if leads and pods.is_current:
+        if self.leads and pods.is_current:
             wanted = {uid: tags for each in rosters for uid, tags in wanted_tags(each.servers).items()}
             await self._patch(self._tags.due(pods, wanted, now_s), clock)
         await self._record(clock)
@@ -311,7 +315,9 @@ class ClusterConnection:
         self._has_news.set()
 
     async def _round(self) -> None:
-        """Removes servers whose pods have gone, and marks in the store those that their pods keep from new sessions.
+        """Marks in the store the servers that their pods keep from new sessions, and removes those whose pods have gone.
+
+        Only the leading router removes servers.
 
         Marks end unless a round repeats them. A removed server that lives on registers again with its next heartbeat:
         its pod was deleted by force, or the selector no longer matches it. From then on it is marked.
@@ -327,7 +333,9 @@ class ClusterConnection:
             before = self._withheld.get(roster.model, {})
             now = withheld_servers(roster.servers, self._pods)
             self._withheld[roster.model] = now
-            await self._remove_gone(roster)
+            # Otherwise each router would remove a server that lives on and has registered again.
+            if self._recorder is not None and self._recorder.leads:
+                await self._remove_gone(roster)
             for server_id, reason in now.items():
                 if before.get(server_id) is not reason:
                     log.info(
