@@ -17,7 +17,7 @@ from corolla.block_server.part_sender import MOST_ASKED, PartSender
 from corolla.block_server.peers import Peer
 from corolla.chassis.errors import MalformedMessage, QueueFull, StartupError
 from corolla.chassis.tasks import TaskGroup
-from corolla.models.model_manifest import PART_BYTES, ManifestFile, ModelManifest
+from corolla.models.model_manifest import PART_BYTES, ManifestFile, ModelManifest, PartNumber
 from corolla.models.shared_files import SharedFiles
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import router_pb2
@@ -337,6 +337,37 @@ async def test_a_peer_that_asks_for_much_or_does_not_read_costs_bounded_memory(m
     greedy.num_waiting_bytes = 0
     await until(lambda: len(greedy.sent) == MOST_ASKED)
     assert greedy.sent == list(range(MOST_ASKED))
+    await tasks.close()
+
+
+async def test_peers_that_wait_for_their_turns_have_no_part_in_memory(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, num_read, is_sending, may_send = TaskGroup(), 0, asyncio.Event(), asyncio.Event()
+    read = model.whole.read
+
+    def counted(number: PartNumber) -> bytes | None:
+        nonlocal num_read
+        num_read += 1
+        return read(number)
+
+    async def hold() -> int:
+        is_sending.set()
+        await may_send.wait()
+        return PART_BYTES
+
+    monkeypatch.setattr(model.whole, "read", counted)
+    sender = PartSender(model.whole, model.digest, tasks, lambda: True, hold)
+    peers = [PlayedPeer() for _ in range(6)]
+    for peer in peers:
+        for part in range(MOST_ASKED):
+            sender.ask(pb.Fetch(manifest=model.digest, file=1, part=part), cast(Peer, peer))
+    await is_sending.wait()
+    # Threads take what they are given in order.
+    await asyncio.to_thread(lambda: None)
+    assert num_read <= 2
+    may_send.set()
+    await until(lambda: all(peer.sent == list(range(MOST_ASKED)) for peer in peers))
     await tasks.close()
 
 

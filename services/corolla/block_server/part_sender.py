@@ -79,10 +79,11 @@ class PartSender:
                 if peer.num_waiting_bytes > _MOST_WAITING_BYTES:
                     await asyncio.sleep(_LOOK_S)
                     continue
-                content = await (following or self._read(asked[0]))
-                # A thread reads the next part while this one leaves.
-                following = self._read(asked[1]) if len(asked) > 1 else None
                 async with self._turns:
+                    content = await (following or self._read(asked[0]))
+                    # A thread reads the next part while this one leaves. Where several peers ask, none has a part
+                    # waiting for its turn: memory holds two parts, however many peers there are.
+                    following = self._read(asked[1]) if len(asked) > 1 and len(self._asked) == 1 else None
                     await self._send(asked[0], content, peer)
                 asked.popleft()
         finally:
