@@ -38,7 +38,7 @@ def lack_of(server: Candidate, own: Candidate, blocks: Span, num_tokens: int) ->
         return lack
     if server.room_tokens < num_tokens:
         return Lack.ROOM
-    return Lack.NODE if _node_of(server) == _node_of(own) else None
+    return Lack.NODE if _share_node(server, own) else None
 
 
 def _lack_to_go_on(server: Candidate, own: Candidate, blocks: Span) -> Lack | None:
@@ -159,6 +159,8 @@ def _in_place_of(hop: common_pb2.Hop, other: Candidate) -> common_pb2.Hop:
     return common_pb2.Hop(server_id=other.server_id, address=other.address, span=hop.span)
 
 
-def _node_of(server: Candidate) -> str:
-    """Returns the name of a server's machine; if it names none, the host of its address."""
-    return server.node or server.address.rpartition(":")[0]
+def _share_node(one: Candidate, other: Candidate) -> bool:
+    """Two servers name the same machine; if one of them names none, they have addresses of one host."""
+    if one.node and other.node:
+        return one.node == other.node
+    return one.address.rpartition(":")[0] == other.address.rpartition(":")[0]

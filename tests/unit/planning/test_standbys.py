@@ -58,6 +58,7 @@ def test_pods_with_addresses_of_their_own_may_be_on_one_machine() -> None:
     assert found.server_id == "b"
     assert lacks([own, same])["hop"] is Lack.NODE
     assert "hop" not in lacks([own, same, other])
+    assert lacks([own, placed("c", "10.0.0.1")])["hop"] is Lack.NODE, "one of an older release names no machine"
 
 
 def test_planners_that_know_nothing_of_each_other_choose_standbys_evenly() -> None:
