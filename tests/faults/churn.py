@@ -76,6 +76,7 @@ async def _run(stack: RunningStack, rng: random.Random, figures: Figures, number
 async def _look_for_ghosts(stack: RunningStack, figures: Figures, gone: Sequence[str], number: int) -> None:
     await asyncio.sleep(GHOST_S)
     listed = await asyncio.to_thread(_placed, stack)
+    figures.check(bool(listed), f"the router lists no server after run {number}")
     figures.check(not {*listed.values()}.intersection(gone), f"servers that left in run {number} are still listed")
 
 
