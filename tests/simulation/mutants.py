@@ -148,7 +148,9 @@ def _replay_too_short(right: Any, self: Replayer, binding: Any, sequence: Any, s
 
 
 @_mutant("no quarantine", Routes, "_replace_now")
-def _no_quarantine(right: Any, self: Routes, chain: Any, lost: Any, num_tokens: int, standbys: Any) -> Any:
+def _no_quarantine(
+    right: Any, self: Routes, chain: Any, lost: Any, num_tokens: int, standbys: Any, may_stay: Any = ()
+) -> Any:
     """Servers that failed are not left out: a recovery goes back to the one that it lost."""
     return right(self, chain, (), num_tokens, standbys)
 

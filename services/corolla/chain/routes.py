@@ -426,7 +426,7 @@ class Routes:
                 now_s = clock()
                 with contextlib.suppress(CorollaError):
                     if may_stay := frozenset(retryable(now_s)):
-                        return self._replace_now(chain, frozenset(lost) - may_stay, num_tokens, standbys)
+                        return self._replace_now(chain, lost, num_tokens, standbys, may_stay)
                 ready_in_s = self.ready_in_s(lost) if patience_s else math.inf
                 give_up_s = waits_until(patient_until_s, ready_in_s, now_s, until_s)
                 if now_s >= give_up_s:
@@ -437,18 +437,25 @@ class Routes:
         await self._tasks.close()
 
     def _replace_now(
-        self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int, standbys: Mapping[str, common_pb2.Hop]
+        self,
+        chain: common_pb2.Chain,
+        lost: Collection[str],
+        num_tokens: int,
+        standbys: Mapping[str, common_pb2.Hop],
+        may_stay: Collection[str] = (),
     ) -> common_pb2.Chain:
+        working = [hop for hop in chain.hops if hop.server_id not in lost]
+        lost = frozenset(lost).difference(may_stay)
         usable = {server_id: hop for server_id, hop in standbys.items() if self.may_use(hop)}
         try:
             hops = self._fill_gaps(chain, lost, num_tokens, usable)
         except (NoChain, OutOfPages):
             # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
             hops = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
-        if self._has_pair(hops):
+        if self._has_pair(hops, working):
             with contextlib.suppress(NoChain, OutOfPages):
                 others = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
-                hops = hops if self._has_pair(others) else others
+                hops = hops if self._has_pair(others, working) else others
         fresh = [hop for hop in hops if hop not in chain.hops]
         self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
         return self.continued(chain, common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint))
@@ -561,9 +568,10 @@ class Routes:
         known = self._indexed().apart
         return Apart(lately, known) if lately else known
 
-    def _has_pair(self, hops: Iterable[common_pb2.Hop]) -> bool:
-        """Some neighbours of these hops do not reach each other."""
-        return self._apart().among([hop.server_id for hop in hops]) is not None
+    def _has_pair(self, hops: Sequence[common_pb2.Hop], working: Collection[common_pb2.Hop]) -> bool:
+        """Some neighbours of these hops do not reach each other, and one of them is not one of those that work."""
+        staying = [hop.server_id for hop in hops if hop in working]
+        return self._apart().among([hop.server_id for hop in hops], staying) is not None
 
     def _quarantined(self) -> frozenset[str]:
         return self.quarantine.active(asyncio.get_running_loop().time())

@@ -53,11 +53,15 @@ class Apart:
         found = frozenset(other for each in server_ids for other in self._others.get(each, ()))
         return found if self._known is None else found | self._known.of(server_ids)
 
-    def among(self, server_ids: Sequence[str]) -> tuple[str, str] | None:
-        """Returns the first neighbours of a chain that are apart, the last and the first server included; or None."""
+    def among(self, server_ids: Sequence[str], working: Collection[str] = ()) -> tuple[str, str] | None:
+        """Returns the first neighbours of a chain that are apart, the last and the first server included; or None.
+
+        Args:
+            working: The servers that have been neighbours in this chain. Two of them are not apart, whatever is said.
+        """
         following = (*server_ids[1:], *server_ids[:1])
         neighbours = zip(server_ids, following, strict=True)
-        return next((pair for pair in neighbours if pair[1] in self.of(pair[:1])), None)
+        return next((pair for pair in neighbours if pair[1] in self.of(pair[:1]) and not {*pair} <= {*working}), None)
 
 
 ALL_TOGETHER: Final = Apart()

@@ -9,7 +9,7 @@ from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from tests.unit.chain.test_placement import Router, watched
 
-SPANS = {"a": (0, 3), "b": (3, 5)}
+SPANS = {"a": (0, 3), "b": (3, 5), "c": (5, 7)}
 
 
 def placed(name: str, *unreachable: str) -> pb.PlacedServer:
@@ -80,6 +80,11 @@ async def test_a_lost_hop_is_replaced_by_one_that_reaches_the_others(router: Rou
         chain_of("a1", "b1"), {"b1"}, num_tokens=1, patience_s=0, retryable=lambda now_s: {"b1"}
     )
     assert ids(replaced) == ["a2", "b1"]
+    # Neighbours that stay have reached each other, whatever one of them says of the other.
+    names = ("a2", "b1", "b2", "c1", "c2")
+    routes = await routes_over(router, watch, placed("a1", "b1"), *(placed(name) for name in names))
+    replaced = await routes.replace_lost(chain_of("a1", "b1", "c1"), {"c1"}, num_tokens=1, patience_s=0)
+    assert ids(replaced) == ["a1", "b1", "c2"]
 
 
 @watched
@@ -89,5 +94,7 @@ async def test_the_chain_of_the_last_turn_is_left_where_its_hops_are_apart(
     routes = await routes_over(router, watch, placed("a1", "b1"), placed("b1"), placed("b2"))
     assert ids(await routes.replan_recorded(chain_of("a1", "b2"), (), num_tokens=1)) == [], "nothing is to be replaced"
     assert ids(await routes.replan_recorded(chain_of("a1", "b1"), (), num_tokens=1)) == ["a1", "b2"]
+    routes = await routes_over(router, watch, placed("a1", "b1"), placed("a2"), placed("b1"))
+    assert ids(await routes.replan_recorded(chain_of("a1", "b1"), (), num_tokens=1)) == ["a2", "b1"]
     routes = await routes_over(router, watch, placed("a1", "b1"), placed("b1"))
     assert ids(await routes.replan_recorded(chain_of("a1", "b1"), (), num_tokens=1)) == ["a1", "b1"]
