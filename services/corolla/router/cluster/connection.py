@@ -315,12 +315,11 @@ class ClusterConnection:
         self._has_news.set()
 
     async def _round(self) -> None:
-        """Marks in the store the servers that their pods keep from new sessions, and removes those whose pods have gone.
+        """Marks the servers that their pods keep from new sessions, and removes those whose pods have gone.
 
-        Only the leading router removes servers.
-
-        Marks end unless a round repeats them. A removed server that lives on registers again with its next heartbeat:
-        its pod was deleted by force, or the selector no longer matches it. From then on it is marked.
+        Only the leading router removes servers. Marks end unless a round repeats them. A removed server that lives on
+        registers again with its next heartbeat: its pod was deleted by force, or the selector no longer matches it.
+        From then on it is marked.
         """
         # The pods are read before the rosters: a model counts as local only by a roster that is newer than its pods.
         uids = {pod.uid for pod in self._pods}
