@@ -1,6 +1,7 @@
 """Packed checkpoints are the models that their formats' own libraries expand them to."""
 
 import dataclasses
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -25,6 +26,7 @@ from corolla.models.quantized.description import Quantization, Scheme, quantizat
 from corolla.models.quantized.groups import num_words, unpacked
 from corolla.models.quantized.tensors import packed_weights
 from corolla.models.span_model import load_span, span_tensors, weight_types
+from corolla.models.weights import sample_bytes
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.quantized_checkpoints import FORMATS, compressed_scales, gptq, make_packed_checkpoint
@@ -105,6 +107,17 @@ def test_symmetric_zero_points_may_be_stored_as_they_are(tmp_path: Path) -> None
     made = gptq(layout="gptq_v2", is_symmetric=True)
     made = dataclasses.replace(made, config={**made.config, "checkpoint_format": "gptq"})
     assert_equal(*make_packed_checkpoint("llama", tmp_path, made))
+
+
+@pytest.mark.parametrize("layout, is_plain", [("gptq_v2", True), ("gptq", False)])
+def test_a_fingerprint_says_that_zero_points_are_read_as_they_are(tmp_path: Path, layout: str, is_plain: bool) -> None:
+    """The release before reads them otherwise, and has the usual fingerprints of all other files."""
+    made = gptq(layout=layout, is_symmetric=True)
+    made = dataclasses.replace(made, config={**made.config, "checkpoint_format": "gptq"})
+    folder, *_ = make_packed_checkpoint("llama", tmp_path, made)
+    checkpoint = Checkpoint.from_pretrained(str(folder))
+    sampled = hashlib.sha256(b"".join(sample_bytes(checkpoint.weight_index, 256))).digest()
+    assert (checkpoint.weights_identity != sampled) == is_plain
 
 
 @pytest.mark.parametrize("name", quick(["fp8-blocks", "ct-mxfp4", "bnb-nf4"], "fp8-blocks", "ct-mxfp4"))
