@@ -10,7 +10,7 @@ import torch
 
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import FinishReason
-from tests.checkpoints import RECURRENT_FAMILIES, make_tiny_checkpoint
+from tests.checkpoints import make_tiny_checkpoint
 from tests.families import family_cases
 from tests.integration.swarm import Swarm
 from tests.published import NUM_NEW_TOKENS as NUM_PUBLISHED_TOKENS
@@ -87,9 +87,7 @@ async def test_chains_answer_as_the_unsplit_model(tmp_path: Path, family: str) -
         for swarm, chain in zip(swarms, chains, strict=True):
             async with swarm.connect() as client:
                 for is_known in (False, True) if chain is CHAINS[-1] else (False,):
-                    await assert_streams_equal(
-                        client, references, chain, is_known=is_known and family not in RECURRENT_FAMILIES
-                    )
+                    await assert_streams_equal(client, references, chain, is_known=is_known)
             await swarm.until_empty()
 
 

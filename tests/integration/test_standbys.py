@@ -19,7 +19,7 @@ from corolla.block_server.handover.sender import HandoverSender
 from corolla.block_server.hop_session import SessionState
 from corolla.block_server.service import BlockServer
 from corolla.block_server.sessions import SessionTable
-from corolla.cache.states import LayerStates, SessionStates
+from corolla.cache.states import LayerStates, SessionStates, StateTable
 from corolla.cache.store import SessionCache
 from corolla.chain import recovery, standbys
 from corolla.chain.recovery_budget import METHODS, RecoveryReport
@@ -233,9 +233,9 @@ async def test_windows_latents_and_states_are_copied(
     model = make_tiny_checkpoint(family, tmp_path / family, config_changes={"max_position_embeddings": CONTEXT_LENGTH})
     arrived, arrive = [0], SessionStates.arrive
 
-    def note(states: SessionStates, position: int, layers: LayerStates) -> None:
+    def note(states: SessionStates, position: int, layers: LayerStates, table: StateTable | None = None) -> None:
         arrived.append(position)
-        arrive(states, position, layers)
+        arrive(states, position, layers, table)
 
     monkeypatch.setattr(SessionStates, "arrive", note)
     async with swarm_of(tmp_path, model) as swarm:
