@@ -563,7 +563,7 @@ class Routes:
         return bool(ready) and hop.server_id not in ready
 
     def _apart(self) -> Apart:
-        """The servers that say that they do not reach each other, or of which one did not reach the other lately."""
+        """Returns the pairs that servers name as apart, and those whose link was found broken here lately."""
         lately = self._broken.active(asyncio.get_running_loop().time())
         known = self._indexed().apart
         return Apart(lately, known) if lately else known

@@ -74,7 +74,7 @@ class Rows:
 
     @property
     def have_states(self) -> bool:
-        """Whether there are rows whose states parts can run; otherwise only attention runs."""
+        """There are rows, so parts run their states; otherwise only attention runs."""
         return bool(self.rows)
 
     def norm(self, module: Any, tokens: Tensor) -> Tensor:
