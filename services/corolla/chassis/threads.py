@@ -1,4 +1,4 @@
-"""Runs calls in threads of their own, so that signals do not come while gRPC waits."""
+"""Runs calls in threads of their own, so that those who wait can stop waiting."""
 
 import threading
 from collections.abc import Callable
@@ -11,10 +11,11 @@ Result = TypeVar("Result")
 def begun_apart(call: Callable[[], Result]) -> Future[Result]:
     """Begins a call in a thread of its own, which ends with this process.
 
-    The main thread waits for the result, so that Interrupted never comes while gRPC waits: that could leave its locks
-    broken.
+    A main thread that waits for the result gets no Interrupted while gRPC waits, which could leave gRPC's locks broken.
+    The call runs to its end, whoever gives up waiting for it.
     """
     result = Future[Result]()
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

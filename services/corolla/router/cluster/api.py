@@ -9,13 +9,12 @@ import datetime
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from corolla.chassis.threads import begun_apart
 from corolla.router.cluster.events import ClusterEvent, PodRef
 from corolla.router.cluster.labels import Patch
 from corolla.router.cluster.pods import Pod, read_pod
@@ -228,17 +227,7 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 
     If the caller is cancelled, the thread still runs to its end.
     """
-    outcome: Future[T] = Future()
-    outcome.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except Exception as failure:
-            outcome.set_exception(failure)
-
-    threading.Thread(target=run, name="in_daemon_thread", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
+    return await asyncio.wrap_future(begun_apart(work))
 
 
 def post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
