@@ -94,6 +94,18 @@ async def test_a_server_that_is_not_needed_moves_to_the_blocks_of_a_lost_one(
         assert await num_ordered(*routers, model=model, reason="covers") == 1
 
 
+async def halves_and_a_spare(router: Router, model: str) -> tuple[MovingServer, MovingServer, MovingServer]:
+    """Joins the servers of both halves, and another one of the first half that keeps the second one's weights."""
+    servers = first, second, spare = (
+        MovingServer(router, model),
+        MovingServer(router, model),
+        MovingServer(router, model),
+    )
+    assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
+    spare.load.spare_spans.add(start=3, end=6)
+    return first, second, spare
+
+
 async def listen_for_a_lease(clock: Clock, *servers: BlockServer) -> None:
     """Lets a lease pass in which these servers are heard."""
     for _ in range(3):
@@ -107,10 +119,7 @@ async def test_a_server_that_keeps_a_lost_span_takes_it_over_without_settling(
 ) -> None:
     # The router looks for better layouts once a minute, and no lease ends within the test.
     router = await start_router(lease_ms=60_000, intervals=replace(FAST_INTERVALS, settle_s=60.0))
-    servers = [MovingServer(router, model) for _ in range(3)]
-    assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
-    first, lost, spare = servers
-    spare.load.spare_spans.add(start=3, end=6)
+    servers = first, lost, spare = await halves_and_a_spare(router, model)
     await spare.beat_in_full()
     await listen_for_a_lease(clock, *servers)
     await asyncio.sleep(0.3)
@@ -173,10 +182,7 @@ async def test_the_blocks_of_a_server_that_drains_are_taken_over_while_it_serves
     start_router: StartRouter, model: str, clock: Clock
 ) -> None:
     router = await start_router(lease_ms=60_000, intervals=replace(FAST_INTERVALS, settle_s=60.0))
-    servers = [MovingServer(router, model) for _ in range(3)]
-    assert [await each.join() for each in servers] == ["0:3", "3:6", "0:3"]
-    first, leaving, spare = servers
-    spare.load.spare_spans.add(start=3, end=6)
+    servers = first, leaving, spare = await halves_and_a_spare(router, model)
     await listen_for_a_lease(clock, *servers)
     leaving.state = pb.SERVER_STATE_DRAINING
     await leaving.beat_in_full()
