@@ -12,7 +12,7 @@ def begun_apart(call: Callable[[], Result]) -> Future[Result]:
     """Begins a call in a thread of its own, which ends with this process.
 
     A main thread that waits for the result gets no Interrupted while gRPC waits, which could leave gRPC's locks broken.
-    The call runs to its end, whoever gives up waiting for it.
+    The call runs to its end even if nothing waits for it any more.
     """
     result = Future[Result]()
     result.set_running_or_notify_cancel()
