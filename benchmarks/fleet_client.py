@@ -17,7 +17,7 @@ from typing import Final
 
 import uvloop
 
-from benchmarks.fleet_servers import NUM_BLOCKS, Server
+from benchmarks.fleet_servers import NUM_BLOCKS, PATIENCE_S, Server
 from corolla.chain.control import ControlPlane
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.placement import PlacementWatch
@@ -30,6 +30,7 @@ from corolla.chassis import heap
 from corolla.chassis.tasks import TaskGroup
 from corolla.decoding.parameters import SampledToken, SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
+from corolla.wire import stream
 from corolla.wire.page_hashes import TextDigests
 
 _SESSION_TOKENS: Final = 256
@@ -139,5 +140,7 @@ class _Pulse:
 
 
 if __name__ == "__main__":
+    # One process plays hundreds of servers, and answers later than they would.
+    stream.tolerate_silence(PATIENCE_S)
     # Like a client service, it has another loop than asyncio's, and no garbage of its start.
     uvloop.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
