@@ -30,6 +30,8 @@ from corolla.wire.tensors import describe_prompts, to_payload
 PART_BYTES = 4 << 20
 PART_BYTES_OF_GPUS = 16 << 20
 """Each part waits for the iteration that runs, which takes a GPU longer than to copy the part."""
+_MOST_BYTES_AT_ONCE: Final = 16 << 20
+"""The most bytes of settled tokens that are read for a standby between two iterations, which wait for that."""
 _ANSWER_TIMEOUT_S: Final = 5.0
 _MOST_OF_STATES: Final = 16
 _MOST_BETWEEN_STATES: Final = 256
@@ -194,7 +196,10 @@ class HandoverSender:
     async def copy_settled(
         self, session: HopSession[SessionCache], transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
     ) -> int:
-        """Copies the next settled tokens of a session to its standby, as many as one part takes.
+        """Copies the next settled tokens of a session to its standby.
+
+        It reads them all at once, in parts. A part by itself would wait for the iteration that runs, and the standby of
+        a hop whose iterations are chunks of a prompt would fall behind by what a chunk has more than a part.
 
         Recurrent states go with the newest token, after so many tokens that they take at most `_MOST_OF_STATES` times
         the bytes of keys and values, and at the latest after `_MOST_BETWEEN_STATES`.
@@ -211,21 +216,31 @@ class HandoverSender:
         session_id, version = session.request.session_id, session.version
         layers = await self._sent_layers(session, link)
 
-        def read() -> _Reading:
-            held = self.sessions.in_version(session_id, version)
-            num_held, num_unchanged, most = self._state(held)
-            start, num_tokens, _ = progress.next_part(min(num_held, held.num_settled_tokens), num_unchanged, most)
-            has_states = start + num_tokens == num_held and num_held >= self._states_due_at(held, progress)
-            if has_states:
-                progress.states_at = num_held
-            return self._read(held, layers, start, num_tokens, is_last=False, has_states=has_states)
+        def read() -> list[_Reading]:
+            held, parts = self.sessions.in_version(session_id, version), list[_Reading]()
+            while True:
+                num_held, num_unchanged, most = self._state(held)
+                num_settled = min(num_held, held.num_settled_tokens)
+                start, num_tokens, _ = progress.next_part(num_settled, num_unchanged, most)
+                end = start + num_tokens
+                has_states = end == num_held and num_held >= self._states_due_at(held, progress)
+                if has_states:
+                    progress.states_at = num_held
+                parts.append(self._read(held, layers, start, num_tokens, is_last=False, has_states=has_states))
+                if end == num_settled or len(parts) * self.max_part_bytes >= _MOST_BYTES_AT_ONCE:
+                    return parts
 
         self._check_states(session)
-        part = await asyncio.to_thread(_finished, *await self.engine.copy(read))
-        part.frame.transfer_id = transfer_id
-        answer = await link.request(part.frame, part.payload)
-        self._note(answer, progress)
-        return 0 if answer.reason else len(part.payload)
+        num_bytes = 0
+        for reading in await self.engine.copy(read):
+            part = await asyncio.to_thread(_finished, *reading)
+            part.frame.transfer_id = transfer_id
+            answer = await link.request(part.frame, part.payload)
+            self._note(answer, progress)
+            if answer.reason:
+                break  # the parts after it do not fit what the receiver has
+            num_bytes += len(part.payload)
+        return num_bytes
 
     def _states_due_at(self, session: HopSession[SessionCache], progress: HandoverProgress) -> int:
         """How many tokens a session has when its states are sent to its standby again."""

@@ -72,10 +72,13 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
     assert session.on_change is nothing
 
 
-@pytest.mark.parametrize("takes_it, num_layers", [(True, 2), (False, 1)])
-async def test_only_a_server_that_says_so_gets_the_layer_of_the_prediction_block(
-    takes_it: bool, num_layers: int
+@pytest.mark.parametrize(
+    "takes_it, num_layers, max_part_tokens", [(True, 2, 16), (False, 1, 16), (True, 2, 3)], ids=str
+)
+async def test_settled_tokens_are_read_at_once_and_their_layers_are_those_that_the_receiver_takes(
+    takes_it: bool, num_layers: int, max_part_tokens: int
 ) -> None:
+    """Only a server that says so gets the layer of the prediction block."""
     store = KVStore(4, 4, [None, None], mtp_layer=1)
     numbers = torch.ones(1, 1, 4)
     cache = store.new_cache()
@@ -100,20 +103,29 @@ async def test_only_a_server_that_says_so_gets_the_layer_of_the_prediction_block
                 asyncio.get_running_loop().call_soon(receive, Frame(pb.Welcome(takes_prediction_layer=takes_it), b""))
                 return
             sent.append(control)
-            answer = pb.HandoverAnswer(session_id=control.session_id, transfer_id=control.transfer_id, num_tokens=4)
+            answer = pb.HandoverAnswer(
+                session_id=control.session_id, transfer_id=control.transfer_id,
+                num_tokens=control.position + control.num_tokens,
+            )  # fmt: skip
             receive(Frame(answer, b""))
 
         return SimpleNamespace(ended=ended, send=send, close=lambda: ended.set_result(None))
 
+    num_reads = 0
+
     async def copy(read: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
         return read()
 
     sender = HandoverSender(
         Span(0, 1), cast(Any, SimpleNamespace(in_version=lambda *_: session)), cast(Any, SimpleNamespace(copy=copy)),
-        max_part_tokens=16,
+        max_part_tokens=max_part_tokens,
     )  # fmt: skip
     link = HandoverLink("x:1", cast(Connect, connect))
     async with link.connect("weights"):
         num_bytes = await sender.copy_settled(session, b"t" * 16, HandoverProgress(), link)
-    (part,) = sent
-    assert (len(part.first_tokens), num_bytes) == (num_layers, num_layers * 2 * 4 * numbers.nbytes)
+    assert (num_reads, num_bytes) == (1, num_layers * 2 * 4 * numbers.nbytes)
+    assert {len(part.first_tokens) for part in sent} == {num_layers}
+    ends = [part.position + part.num_tokens for part in sent]
+    assert ends == [*range(max_part_tokens, 4, max_part_tokens), 4]
