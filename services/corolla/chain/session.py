@@ -20,7 +20,7 @@ from corolla.chain.replay import Replayer
 from corolla.chain.reservations import ALL_TOKENS, ChainBinding, ChainLimits, OpenOptions, Reservations, hop_salts
 from corolla.chain.routes import Routes
 from corolla.chain.standbys import Standbys
-from corolla.chain.step_window import StepWindow, chunk_tokens, whole_pages
+from corolla.chain.step_window import MIN_CHUNK_TOKENS, StepWindow, chunk_tokens, whole_units
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
 from corolla.chassis.errors import CorollaError, InternalError
@@ -438,7 +438,9 @@ class ChainSession(OpenSequences):
                 size = chunk_tokens(len(token_ids), num_busy_hops, most)
                 position = first + start
                 num_left = len(token_ids) - start
-                size = whole_pages(position, min(size, num_left), state_page_tokens, is_last=size >= num_left)
+                reaches_end = size >= num_left
+                unit = state_page_tokens or (MIN_CHUNK_TOKENS if reaches_end and num_busy_hops > 1 else 0)
+                size = whole_units(position, min(size, num_left), unit, is_last=reaches_end)
                 chunk = token_ids[start : start + size]
                 start += size
                 is_last = start == len(token_ids)

@@ -33,19 +33,22 @@ def chunk_tokens(num_tokens: int, num_hops: int, max_tokens: int) -> int:
     return min(max(even, MIN_CHUNK_TOKENS), max_tokens)
 
 
-def whole_pages(position: int, num_tokens: int, page_tokens: int, *, is_last: bool) -> int:
-    """Tokens of a chunk that ends with a page, where that is possible, and so leaves states that other texts find.
+def whole_units(position: int, num_tokens: int, unit: int, *, is_last: bool) -> int:
+    """Tokens of a chunk that ends at a multiple of `unit`, where that is possible.
 
-    Another text continues only before its last token, so the last chunk of a prompt begins at the last end of a page.
+    Where servers keep states, the unit is a page: other texts find the states at its end, and since they continue only
+    before their last token, the last chunk of a prompt begins at the last end of a page. Elsewhere only the last chunk
+    is cut, so that it is small: other hops have nothing more to do while the last one computes it, and standbys lack
+    it when the first token comes, so a loss at that moment computes it again.
 
     Args:
         position: where the chunk begins.
         num_tokens: how many tokens it would have otherwise, at least 1.
-        page_tokens: tokens of a page; 0: no server keeps states.
+        unit: tokens; 0: the chunk stays as it is.
         is_last: whether the prompt would end with this chunk.
     """
     end = position + num_tokens
-    whole = page_tokens and (end - is_last) // page_tokens * page_tokens
+    whole = unit and (end - is_last) // unit * unit
     return whole - position if whole > position else num_tokens
 
 

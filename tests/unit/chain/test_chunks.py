@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corolla.chain.reservations import ChainLimits
-from corolla.chain.step_window import MIN_CHUNK_TOKENS, chunk_tokens
+from corolla.chain.step_window import MIN_CHUNK_TOKENS, chunk_tokens, whole_units
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,23 @@ def test_hops_idle_for_a_fifth_at_most_unless_chunks_would_be_too_small(
     num_chunks = -(-num_tokens // size)
     share_idle = (num_hops - 1) / (num_chunks + num_hops - 1)
     assert share_idle <= 0.25 or size <= MIN_CHUNK_TOKENS
+
+
+@given(
+    position=st.integers(0, 10_000),
+    num_tokens=st.integers(1, 10_000),
+    size=st.integers(1, 512),
+    unit=st.sampled_from([0, 16, MIN_CHUNK_TOKENS]),
+)
+def test_the_last_chunk_begins_at_the_last_end_of_a_unit(position: int, num_tokens: int, size: int, unit: int) -> None:
+    begins, end = position, position + num_tokens
+    while end - begins > size:
+        begins += whole_units(begins, size, unit, is_last=False)
+    last = whole_units(begins, end - begins, unit, is_last=True)
+    assert 0 < last <= end - begins
+    begins += last if begins + last < end else 0
+    assert whole_units(begins, end - begins, unit, is_last=True) == end - begins
+    assert not unit or begins >= (end - 1) // unit * unit or size < unit
 
 
 @pytest.mark.parametrize(
