@@ -48,6 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 256, 2048], help="tokens of the prompts")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of one answer")
     parser.add_argument("--kills", type=int, default=10, help="for each length")
+    parser.add_argument(
+        "--at-token", type=int, default=0, help="of the answer, when it kills; 0: a random one of its first half"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="of the chain of its own")
 
@@ -71,6 +74,8 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
             name, stalls_s = f"prompt of {length}, {len(kills)} kills", [each.stall_s for each in kills]
             yield figure(f"{name}: stall", "s", stalls_s)
             yield figure(f"{name}: stall, p99", "s", [percentile(stalls_s, 99)])
+            longest = max(kills, key=lambda kill: kill.stall_s)
+            yield figure(f"{name}: token at which the longest was killed", "", [longest.at_token])
             share = sum(each.is_equal for each in kills) / len(kills)
             yield figure(f"{name}: answers equal to undisturbed ones", "share", [share], at_least(1.0))
             yield figure(f"{name}: further ones that hit no answer", "", [sum(each.num_missed for each in kills)])
@@ -161,10 +166,12 @@ class _Kill:
     """What one kill did to an answer.
 
     Attributes:
+        at_token: of the answer, when it was done.
         is_equal: whether the answer equals the undisturbed one.
         num_missed: how many kills before it hit no answer.
     """
 
+    at_token: int
     stall_s: float
     is_equal: bool
     num_missed: int
@@ -175,7 +182,7 @@ def _one_kill(
 ) -> _Kill:
     for num_missed in range(_MOST_TRIES):
         prompt = random_ids(length, service.vocab_size, generator.getrandbits(32))
-        at_token = generator.randrange(1, options.tokens // 2)
+        at_token = options.at_token or generator.randrange(1, options.tokens // 2)
         body = {
             "model": service.model, "prompt": prompt, "max_tokens": options.tokens, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
@@ -196,7 +203,7 @@ def _one_kill(
         alone = {"cache_salt": "undisturbed"} if service.tells_hits else {}
         undisturbed = _hear(http, body | alone, lambda _: None)
         stall_s = _longest_wait_s(disturbed.arrived_s, killed_s)
-        return _Kill(stall_s, disturbed.text == undisturbed.text, num_missed)
+        return _Kill(at_token, stall_s, disturbed.text == undisturbed.text, num_missed)
     raise RuntimeError(f"no answer lost its server in {_MOST_TRIES} tries")
 
 
