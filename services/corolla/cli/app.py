@@ -63,12 +63,6 @@ def _options(
     pass
 
 
-@app.command(rich_help_panel="More")
-def version() -> None:
-    """Prints the version, as --version does."""
-    _show_version(True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, 1 for a failure, 2 for a wrong call, 130 after Ctrl-C.
 

@@ -7,13 +7,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -35,8 +33,9 @@ def run_bench(place: Place, options: BenchLoad, level: ServiceLevel, *, as_json:
         The exit status: 0; 1 if no request had an answer; 130 after Ctrl-C.
     """
     load = Load()
-    with _progress(as_json=as_json) as show:
-        elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, show).run(place))
+    # The status shows on a terminal alone.
+    with Console(stderr=True, quiet=as_json).status("no requests yet") as status:
+        elapsed_s, is_interrupted = asyncio.run(_Bench(options, load, status.update).run(place))
     if as_json:
         sys.stdout.write(json.dumps(load.summary(level, elapsed_s)) + "\n")
     else:
@@ -47,7 +46,7 @@ def run_bench(place: Place, options: BenchLoad, level: ServiceLevel, *, as_json:
 
 
 class _Bench:
-    def __init__(self, options: BenchLoad, load: Load, show: Callable[[float, Load], None]) -> None:
+    def __init__(self, options: BenchLoad, load: Load, show: Callable[[str], None]) -> None:
         self._options = options
         self._load = load
         self._show = show
@@ -69,7 +68,8 @@ class _Bench:
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, sending.cancel)
             while not sending.done():
                 await asyncio.wait({sending}, timeout=0.2)
-                self._show(time.perf_counter() - began_s, self._load)
+                load = self._load
+                self._show(f"{load.num_done} of {load.num_sent} requests, {load.failures.total()} failed")
             if not sending.cancelled():
                 sending.result()
             return time.perf_counter() - began_s, sending.cancelled()
@@ -100,23 +100,6 @@ class _Bench:
                 return
         if stamps_s:
             self._load.answers.append(AnswerTimes(meant_s, stamps_s))
-
-
-@contextmanager
-def _progress(*, as_json: bool) -> Iterator[Callable[[float, Load], None]]:
-    """Shows the progress on standard error if that is a terminal."""
-    if as_json or not sys.stderr.isatty():
-        yield lambda elapsed_s, load: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("0 requests")
-
-        def show(elapsed_s: float, load: Load) -> None:
-            what = f"{load.num_done} of {load.num_sent} requests, {load.failures.total()} failed"
-            progress.update(task, description=what, completed=load.num_done, total=max(1, load.num_sent))
-
-        yield show
 
 
 def bench_report(summary: dict[str, Any], level: ServiceLevel) -> RenderableType:

@@ -2,11 +2,9 @@
 
 import time
 
-from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from corolla.chassis.errors import InternalError
@@ -53,33 +51,31 @@ def run_demo(options: StackOptions) -> int:
                     raise InternalError("the router stopped answering")
                 console.print(placement_table(placement))
                 with Client(stack.client_address, timeout=120) as client:
-                    usages = _talk(console, client)
+                    _talk(console, client)
             finally:
                 stack.stop()
     except Interrupted:
         return EXIT_INTERRUPTED
-    console.print(Rule("Result", align="left"))
     start_s = sum(seconds for stage, seconds in stack.start_s.items() if stage != "imports")
-    console.print(summary_table(usages, len(stack.servers), start_s, time.perf_counter() - started))
-    console.print(f"\nRun a stack of your own: [bold]{command_name()} up[/bold]")
+    all_s = time.perf_counter() - started
+    console.print(f"{len(stack.servers)} block servers, started in {start_s:.1f} s; all in {all_s:.1f} s")
+    console.print(f"Run a stack of your own: [bold]{command_name()} up[/bold]")
     return 0
 
 
-def _talk(console: Console, client: Client) -> list[tuple[str, Usage]]:
-    usages = []
+def _talk(console: Console, client: Client) -> None:
     console.print(Rule("2. Complete a text", align="left"))
     with client.stream(_PROMPT, max_tokens=48, temperature=0) as stream:
-        usages.append(("completion", _show(console, _PROMPT, stream)))
+        _show(console, _PROMPT, stream)
     console.print(Rule("3. Chat: the second turn sends only its new tokens", align="left"))
     with client.chat(max_tokens=48, temperature=0) as chat:
-        for number, question in enumerate(_QUESTIONS, start=1):
+        for question in _QUESTIONS:
             console.print(Text.assemble(("you    ", "bold cyan"), question))
             console.print(Text("model  ", style="bold green"), end="")
             with chat.stream(question) as stream:
-                usages.append((f"chat, turn {number}", _show(console, "", stream)))
-    if not usages[-1][1].cached_tokens:
+                usage = _show(console, "", stream)
+    if not usage.cached_tokens:
         raise InternalError("the second turn found nothing of the first one in the servers' caches")
-    return usages
 
 
 def _show(console: Console, before: str, stream: Stream) -> Usage:
@@ -95,22 +91,3 @@ def _show(console: Console, before: str, stream: Stream) -> Usage:
         raise InternalError("the model's answer is empty")
     console.print(Text(f"       {usage_text(stream.usage, stream.finish_reason)}\n", style="dim"), soft_wrap=True)
     return stream.usage
-
-
-def summary_table(usages: list[tuple[str, Usage]], num_servers: int, start_s: float, total_s: float) -> Table:
-    """A table with the speed and numbers of tokens of each answer, and with the total times in its caption."""
-    table = Table(header_style="dim", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "tokens/s", "first token", "prompt", "cached", "new tokens"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name, usage in usages:
-        table.add_row(
-            name,
-            f"{usage.tokens_per_s:.1f}",
-            f"{usage.time_to_first_token_s:.2f} s",
-            str(usage.prompt_tokens),
-            str(usage.cached_tokens),
-            str(usage.completion_tokens),
-        )
-    table.caption = f"{num_servers} block servers, started in {start_s:.1f} s; all in {total_s:.1f} s"
-    table.caption_justify = "left"
-    return table

@@ -23,11 +23,12 @@ def run_generate(
     """Prints the completions of a prompt. Returns the exit status.
 
     Args:
-        prompt: the text; "-" reads it from standard input, without the newline at its end.
+        prompt: the text; "-" reads it from standard input, without the newline at its end; what is not UTF-8 becomes
+            U+FFFD.
         streams: whether to print chunks as they come; None: only for one completion without JSON.
     """
     if prompt == "-":
-        prompt = read_stdin().removesuffix("\n")
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace").removesuffix("\n")
     if num_completions != 1:
         options = {**options, "n": num_completions}
     if streams is None:
@@ -36,11 +37,6 @@ def run_generate(
         return _print_stream(client, prompt, options, as_json=as_json, with_index=num_completions != 1)
     _print_whole(client, prompt, options, as_json=as_json)
     return 0
-
-
-def read_stdin() -> str:
-    """Reads standard input as UTF-8; invalid bytes become U+FFFD."""
-    return sys.stdin.buffer.read().decode("utf-8", errors="replace")
 
 
 def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool, with_index: bool) -> int:

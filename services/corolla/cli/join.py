@@ -44,7 +44,7 @@ from corolla.v1 import router_pb2
 FOLLOW_INTERVAL_S: Final = 2.0
 _REFRESH_S: Final = 0.2
 _NOTICE_S: Final = 5.0
-_GRACE_S: Final = 50.0
+GRACE_S: Final = 50.0
 _GIB: Final = 1 << 30
 _SOMEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Addresses that no machine has (RFC 5737, RFC 3849); the way to them is the default route."""
@@ -342,7 +342,7 @@ def options_of_servers(options: JoinOptions, stack: pb.EnrolResponse) -> StackOp
     return StackOptions(
         model=model, shared_host=_own_address(options), dtype=stack.dtype or None,
         quantization=stack.quantization or "none", device=options.device or "cpu", num_threads=options.num_threads,
-        log_folder=options.log_folder, grace_s=_GRACE_S, num_servers=1, environment=environment,
+        log_folder=options.log_folder, grace_s=GRACE_S, num_servers=1, environment=environment,
     )  # fmt: skip
 
 

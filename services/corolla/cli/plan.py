@@ -15,12 +15,13 @@ from corolla.chassis.weight_formats import default_dtype
 from corolla.cli.machines_plan import plan_machines, read_machines, show_machines
 from corolla.compute.gpus import DeviceKind
 from corolla.compute.sizes import model_size
-from corolla.compute.sizing import GIB, Demand, ModelPlan, ModelSize, ServerSize, plan_servers
+from corolla.compute.sizing import GIB, Demand, ModelPlan, ModelSize, plan_servers
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.hub import Hub
 from corolla.wire.tensors import DTYPES
 
 _STREAMS: Final = (1, 8, 32, 64)
+_SIZES: Final = ("weight_bytes", "edge_bytes", "work_bytes", "cache_bytes", "session_bytes")
 _CORES: Final = "2"
 """One core launches steps while another one samples and serves sockets."""
 
@@ -115,8 +116,7 @@ def _show(console: Console, model: ModelSize, kind: DeviceKind, plan: ModelPlan,
     for heading in ("blocks", "weights", "ends", "steps", "left for keys, values", "one session"):
         table.add_column(heading, justify="right", no_wrap=True)
     for server in plan.servers:
-        sizes = (server.weight_bytes, server.edge_bytes, server.work_bytes, server.cache_bytes, server.session_bytes)
-        table.add_row(str(server.span), *(f"{size / GIB:.2f} GiB" for size in sizes))
+        table.add_row(str(server.span), *(f"{getattr(server, name) / GIB:.2f} GiB" for name in _SIZES))
     console.print(table)
     demand = options.demand
     console.print(f"room for {plan.max_sessions} sessions of {demand.session_tokens} tokens on each copy")
@@ -138,21 +138,13 @@ def _facts(model: ModelSize, kind: DeviceKind, plan: ModelPlan, options: PlanOpt
         "device": kind.name,
         "memory_bytes": kind.memory_bytes,
         "read_bytes": model.read_bytes,
-        "servers": [_server_facts(server) for server in plan.servers],
+        "servers": [
+            {"blocks": [each.span.start, each.span.end], **{name: getattr(each, name) for name in _SIZES}}
+            for each in plan.servers
+        ],
         "max_sessions": plan.max_sessions,
         "tokens_per_second": {str(count): plan.tokens_per_second(count, bandwidth) for count in _STREAMS}
         if bandwidth
         else None,
         "values": values_of(options.model, plan, options),
-    }
-
-
-def _server_facts(server: ServerSize) -> dict[str, Any]:
-    return {
-        "blocks": [server.span.start, server.span.end],
-        "weight_bytes": server.weight_bytes,
-        "edge_bytes": server.edge_bytes,
-        "work_bytes": server.work_bytes,
-        "cache_bytes": server.cache_bytes,
-        "session_bytes": server.session_bytes,
     }

@@ -49,16 +49,6 @@ def up(
         int | None, typer.Option(min=0, max=65535, help="Port of the router.", show_default="50050, or a free one")
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the client service listens on.")] = "127.0.0.1",
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(
-            envvar="COROLLA_SERVED_MODEL_NAME",
-            show_envvar=False,
-            show_default=False,
-            metavar="NAME,...",
-            help="Names that callers may give as the model.",
-        ),
-    ] = None,
     redis_url: Annotated[
         str | None,
         typer.Option(
@@ -112,7 +102,6 @@ def up(
         model=model, num_servers=servers, blocks=blocks, port=port, http_port=http_port, router_port=router_port,
         host=host, redis_url=redis_url, dtype=None if dtype is None else full_dtype_name(dtype), device=device,
         quantization=quantization, num_threads=_num_threads(threads), log_folder=log_folder or new_log_folder(),
-        environment={} if served_model_name is None else {"COROLLA_SERVED_MODEL_NAME": served_model_name},
         **shared,
     )  # fmt: skip
     return run_up(options, verbose=verbose, as_json=json)

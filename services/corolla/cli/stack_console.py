@@ -1,16 +1,14 @@
-"""Shows a running stack on the console: events, log lines with their process, and a live table on a terminal."""
+"""Shows a running stack on the console: events, log lines with their process, and the placement when it changes."""
 
 import json
 import re
 import sys
 import threading
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -34,7 +32,6 @@ class StackConsole:
         self._as_json = as_json
         self._lock = threading.Lock()
         self._colours: dict[str, str] = {}
-        self._live: Live | None = None
         self._last_placement: tuple[Any, ...] = ()
 
     def report(self, event: StackEvent) -> None:
@@ -84,30 +81,14 @@ class StackConsole:
                     self.line(process.name, text)
 
     def placement(self, placement: router_pb2.Placement | None) -> None:
-        """Shows which server holds which blocks: in the live table if there is one, else anew after each change."""
+        """Shows which server holds which blocks, anew after each change."""
         if placement is None:
             return
         shape = tuple(
             sorted((each.server.address, each.span.start, each.span.end, each.state) for each in placement.servers)
         )
-        if self._as_json:
-            if shape != self._last_placement:
-                self.tell("placement", **placement_facts(placement, 0))
-        elif self._live is not None:
-            self._live.update(placement_table(placement))
+        if shape != self._last_placement and self._as_json:
+            self.tell("placement", **placement_facts(placement, 0))
         elif shape != self._last_placement:
             self.console.print(placement_table(placement))
         self._last_placement = shape
-
-    def live(self) -> AbstractContextManager[Any]:
-        """A context in which a live table of the placement stands at the bottom of a terminal."""
-        if self._as_json or not self.console.is_terminal:
-            return nullcontext()
-        self._live = Live(console=self.console, refresh_per_second=4, transient=True)
-        return self._live
-
-    def end_live(self) -> None:
-        """Ends the live table; later lines are printed plainly."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None

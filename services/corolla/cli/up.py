@@ -35,17 +35,14 @@ def run_up(options: StackOptions, *, verbose: bool, as_json: bool) -> int:
             stack.start(view.report)
             is_up = True
             _say_what_to_try(view, stack, as_json=as_json)
-            with view.live():
-                while True:
-                    view.log_lines(stack.processes)
-                    view.placement(stack.placement())
-                    time.sleep(_REFRESH_S)
+            while True:
+                view.log_lines(stack.processes)
+                view.placement(stack.placement())
+                time.sleep(_REFRESH_S)
         except Interrupted:
-            view.end_live()
             if not as_json:
                 view.line("stack", "stopping")
         finally:
-            view.end_live()
             stack.stop()
     return 0 if is_up else EXIT_INTERRUPTED
 

@@ -12,10 +12,8 @@ from corolla.cli.adapter_commands import adapter_lines
 from corolla.cli.app import app, main
 from corolla.cli.bench import bench_report
 from corolla.cli.bench_load import AnswerTimes, Load, ServiceLevel
-from corolla.cli.demo import summary_table
 from corolla.cli.placement_table import placement_table
 from corolla.compute.kernel_choices import KernelChoices
-from corolla.sdk.results import Usage
 from corolla.v1 import common_pb2, router_pb2
 
 WIDTH = 80
@@ -110,15 +108,6 @@ def test_what_bench_measured() -> None:
     text = " ".join(" ".join(drawn(bench_report(load.summary(level, 3600.0), level))).split())
     for shown in ("first token, ms 100000.0 100000.0 100000.0", "12345 in 3600.0 s", "567 NO_CHAIN", "0.25 s"):
         assert shown in text
-
-
-def test_the_result_of_the_demo() -> None:
-    usage = Usage(
-        prompt_tokens=12345, completion_tokens=12345, cached_tokens=12345, recoveries=0, stall_s=0.0,
-        time_to_first_token_s=123.45, total_s=999.0,
-    )  # fmt: skip
-    lines = drawn(summary_table([("chat, turn 2", usage)], 3, 12.3, 100.0))
-    assert any(line.split()[:3] == ["chat,", "turn", "2"] and "123.45 s" in line for line in lines)
 
 
 @pytest.mark.parametrize("command", ["router", "block-server", "client"])

@@ -107,11 +107,8 @@ def test_kernels_of_packed_weights_are_compiled(tmp_path: Path, quantization: st
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (("--arch", "90", "--quantization", "int3"), "--quantization int3 is unknown"),
         (("--arch", "91"), "Kernels cannot be compiled for 91: choose from 80"),
         (("--arch", "sm_90"), "--arch sm_90 has no compute capabilities"),
-        (("--arch", "90", "--dtype", "int3"), "--dtype int3 is no dtype of weights"),
-        (("--arch", "90", "--kv-cache-dtype", "int4"), "--kv-cache-dtype int4 is unknown"),
         (("--arch", "90"), "There is nothing to compile"),
     ],
 )
