@@ -367,9 +367,6 @@ async def test_a_broken_file_of_an_issuers_keys_ends_the_start(tmp_path: Path) -
         ({"oidc_jwks": "http://a/keys"}, "COROLLA_OIDC_JWKS.*must begin with https"),
         ({"oidc_audience": "b"}, "COROLLA_OIDC_AUDIENCE='b': .*needs COROLLA_OIDC_ISSUER"),
         ({"oidc_jwks": "/keys"}, "COROLLA_OIDC_JWKS='/keys': .*needs COROLLA_OIDC_ISSUER"),
-        ({"oidc_algorithms": "none"}, "COROLLA_OIDC_ALGORITHMS.*'none' is not one of"),
-        ({"oidc_algorithms": "RS256, HS256"}, "'HS256' is not one of"),
-        ({"oidc_algorithms": ""}, "'' is not one of"),
     ],
     ids=[
         "plain issuer",
@@ -377,9 +374,6 @@ async def test_a_broken_file_of_an_issuers_keys_ends_the_start(tmp_path: Path) -
         "plain keys",
         "audience of nobody",
         "keys of nobody",
-        "none",
-        "shared secrets",
-        "nothing",
     ],
 )
 async def test_settings_that_would_let_others_in_are_refused(given: dict[str, str], says: str) -> None:

@@ -491,7 +491,6 @@ def _tokens(settings: ClientSettings, bounds: ClientBounds) -> Tokens | None:
     rules = TokenRules(
         issuer=settings.oidc_issuer,
         audience=settings.oidc_audience,
-        algorithms=settings.algorithms,
         skew=timedelta(seconds=bounds.token_skew_s),
         tenant_claim=settings.oidc_tenant_claim,
         models_claim=settings.oidc_models_claim,

@@ -9,7 +9,6 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from corolla.chassis.settings import Dtype, ServiceSettings
 from corolla.chassis.tenant_limits import StandbyMode
 from corolla.chassis.weight_formats import KVCacheDtypeName, QuantizationName
-from corolla.client.api.tokens import ALGORITHMS
 from corolla.trust.origins import AllowedOrigins
 
 MODEL_NAME: Final = re.compile(r"[A-Za-z0-9._/@-]{1,256}")
@@ -90,11 +89,6 @@ class ClientSettings(ServiceSettings):
         None,
         description="PEM file of the certificate authorities that sign the issuer's TLS certificate; without it, those "
         "of the system.",
-    )
-    oidc_algorithms: str = Field(
-        "RS256,ES256",
-        description="Accepted algorithms of tokens' signatures, separated by commas; all of them must be public-key "
-        "algorithms.",
     )
     oidc_tenant_claim: str = Field(
         "sub", min_length=1, description="Claim that names the tenant; `sub`: each subject is a tenant."
@@ -249,19 +243,6 @@ class ClientSettings(ServiceSettings):
         if jwks and not info.data.get("oidc_issuer"):
             raise ValueError("needs COROLLA_OIDC_ISSUER; without it, the service does not ask callers for tokens")
         return jwks
-
-    @field_validator("oidc_algorithms")
-    @classmethod
-    def _algorithms_have_public_keys(cls, names: str) -> str:
-        given = [each.strip() for each in names.split(",")]
-        if unknown := [each for each in given if each not in ALGORITHMS]:
-            raise ValueError(f"{unknown[0]!r} is not one of {', '.join(ALGORITHMS)}")
-        return ",".join(given)
-
-    @property
-    def algorithms(self) -> tuple[str, ...]:
-        """The accepted algorithms of tokens' signatures."""
-        return tuple(self.oidc_algorithms.split(","))
 
     @property
     def missing_guards(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from corolla.decoding.parameters import SampledToken
 from corolla.decoding.stopping import FinishReason
 from corolla.v1 import generation_pb2 as pb
 from corolla.v1 import router_pb2
-from corolla.v1.common_pb2 import ChatMessage, ToolCall
 
 PIECE_TOKENS: Final = 64
 """How many tokens' log probabilities are written at a time. 64 tokens with 20 alternatives each take milliseconds."""
@@ -115,14 +114,7 @@ async def write_completion(written: pb.Completion, tokenizer: TextTokenizer, ans
 async def write_chat(written: pb.ChatResponse | pb.ChatCompletion, tokenizer: TextTokenizer, answer: Delta) -> None:
     """Writes a complete answer to a chat."""
     written.stop_sequence = answer.stop_sequence
-    written.message.MergeFrom(
-        ChatMessage(
-            role="assistant",
-            content=answer.text,
-            reasoning=answer.reasoning,
-            tool_calls=[ToolCall(id=call.id, name=call.name, arguments=call.arguments_delta) for call in answer.calls],
-        )
-    )
+    written.message.CopyFrom(answer.message)
     await _write_tokens(written, tokenizer, answer)
 
 

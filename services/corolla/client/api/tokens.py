@@ -5,7 +5,7 @@ Until the signature of a token is checked, only its key id and its algorithm are
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -89,7 +89,6 @@ class TokenRules:
     """The rules for valid tokens.
 
     Attributes:
-        algorithms: the accepted algorithms, a part of ALGORITHMS.
         skew: how much clocks may differ.
         tenant_claim: the claim with the tenant's name.
         models_claim: the claim that names models, in a JSON list or in a text with blanks between the names; a token
@@ -99,7 +98,6 @@ class TokenRules:
 
     issuer: str
     audience: str
-    algorithms: Sequence[str]
     skew: timedelta
     tenant_claim: str
     models_claim: str = ""
@@ -114,14 +112,14 @@ class TokenRules:
         except _FAILURES:
             return None
         key_id = header.get("kid")
-        return key_id if isinstance(key_id, str) and header.get("alg") in self.algorithms else None
+        return key_id if isinstance(key_id, str) and header.get("alg") in ALGORITHMS else None
 
     def grant(self, token: str, key: IssuerKey) -> TokenGrant | None:
         """The claims of a token that this key signed; None, without a reason, if the token is not valid."""
-        algorithms = [each for each in self.algorithms if key.algorithm in (None, each)]
         try:
             claims = jwt.decode(
-                token, key.public, algorithms, {"require": list(_REQUIRED)},
+                token, key.public, ALGORITHMS if key.algorithm is None else [key.algorithm],
+                {"require": list(_REQUIRED)},
                 audience=self.audience, issuer=self.issuer, leeway=self.skew,
             )  # fmt: skip
             expires = datetime.fromtimestamp(int(claims["exp"]), UTC) + self.skew

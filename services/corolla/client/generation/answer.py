@@ -65,7 +65,7 @@ class Answer:
     @property
     def message(self) -> ChatMessage:
         """The answer so far as the next message of a conversation."""
-        return self._message.message
+        return self._message.delta.message
 
     def read(self, token: SampledToken) -> bool:
         """Takes the next token when it comes from the chain. Returns whether the answer continues."""

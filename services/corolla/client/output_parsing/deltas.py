@@ -32,6 +32,12 @@ class Delta:
     readout: PromptReadout | None = None
     stop_sequence: str = ""
 
+    @property
+    def message(self) -> ChatMessage:
+        """A whole answer as the next message of a conversation."""
+        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments_delta) for call in self.calls]
+        return ChatMessage(role="assistant", content=self.text, reasoning=self.reasoning, tool_calls=calls)
+
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Joins consecutive deltas to one."""
@@ -53,7 +59,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 @dataclass(slots=True)
 class MessageBuilder:
-    """Collects the deltas of an answer, and builds one delta or a message from them."""
+    """Collects the deltas of an answer, and builds one delta from them."""
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
@@ -75,10 +81,3 @@ class MessageBuilder:
     @property
     def delta(self) -> Delta:
         return Delta("".join(self.texts), "".join(self.reasonings), tuple(self.calls))
-
-    @property
-    def message(self) -> ChatMessage:
-        """The answer as the next message of a conversation."""
-        calls = [ToolCall(id=call.id, name=call.name, arguments=call.arguments_delta) for call in self.calls]
-        text, reasoning = "".join(self.texts), "".join(self.reasonings)
-        return ChatMessage(role="assistant", content=text, reasoning=reasoning, tool_calls=calls)

@@ -46,14 +46,6 @@ def _type(value: Any, schema: Mapping[str, Any]) -> Any:
     return value
 
 
-def _enum(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value if isinstance(value, list) else LEFT_OUT
-
-
-def _const(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value
-
-
 def _format(value: Any, schema: Mapping[str, Any]) -> Any:
     """Formats of numbers say how programs store them, and nothing about JSON."""
     types = types_of([schema])
@@ -92,15 +84,11 @@ def _exclusive(inclusive: str) -> Callable[[Any, Mapping[str, Any]], Any]:
     return read
 
 
-def _multiple(value: Any, schema: Mapping[str, Any]) -> Any:
-    return value if is_number(value) and _SMALLEST <= value <= _LARGEST else LEFT_OUT
-
-
 SIMPLE: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], Any]]] = MappingProxyType(
     {
         "type": _type,
-        "enum": _enum,
-        "const": _const,
+        "enum": lambda value, schema: value if isinstance(value, list) else LEFT_OUT,
+        "const": lambda value, schema: value,
         "format": _format,
         "minLength": _fewest,
         "maxLength": _most,
@@ -110,7 +98,7 @@ SIMPLE: Final[Mapping[str, Callable[[Any, Mapping[str, Any]], Any]]] = MappingPr
         "maximum": _bound,
         "exclusiveMinimum": _exclusive("minimum"),
         "exclusiveMaximum": _exclusive("maximum"),
-        "multipleOf": _multiple,
+        "multipleOf": lambda value, schema: value if is_number(value) and _SMALLEST <= value <= _LARGEST else LEFT_OUT,
     }
 )
 FOLLOWED: Final = frozenset(

@@ -57,7 +57,10 @@ class Template:
         )
         environment.filters["tojson"] = _tojson
         environment.globals.update(
-            raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+            raise_exception=_raise_exception,
+            strftime_now=lambda form: datetime.now().strftime(form),
+            dict=_Dict(),
+            namespace=_Namespace,
         )
         self._facts = facts_of(environment.parse(source))
         self._template = environment.from_string(source)
@@ -148,10 +151,6 @@ def _raise_exception(message: object) -> None:
     raise TemplateRefusal(
         "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in sentence)
     )
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 class _Dict:

@@ -9,16 +9,6 @@ _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_BEGINNING: Final = "\u2581"
 
 
-def is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
-    """Tokens spell bytes by GPT-2's alphabet, by the description of a tokenizer's decoder."""
-    return _has(decoder, "ByteLevel")
-
-
-def spells_spaces(decoder: Mapping[str, Any] | None) -> bool:
-    """Tokens spell spaces and single bytes as SentencePiece does, by the description of a decoder."""
-    return _has(decoder, "ByteFallback") or _has(decoder, "Metaspace")
-
-
 def from_byte_level(token: str) -> bytes | None:
     """The bytes that a token spells by GPT-2's alphabet; None if it has another character."""
     alphabet = _alphabet()
@@ -35,10 +25,11 @@ def from_sentence_piece(token: str) -> bytes:
     return token.replace(_WORD_BEGINNING, " ").encode()
 
 
-def _has(decoder: Mapping[str, Any] | None, kind: str) -> bool:
+def decodes_by(decoder: Mapping[str, Any] | None, kind: str) -> bool:
+    """The description of a tokenizer's decoder has a part of this kind."""
     if decoder is None:
         return False
-    return decoder.get("type") == kind or any(_has(each, kind) for each in decoder.get("decoders", ()))
+    return decoder.get("type") == kind or any(decodes_by(each, kind) for each in decoder.get("decoders", ()))
 
 
 @cache

@@ -103,8 +103,8 @@ class TextTokenizer:
         decoder = None
         if isinstance(hf_tokenizer, PreTrainedTokenizerFast):
             decoder = json.loads(hf_tokenizer.backend_tokenizer.to_str())["decoder"]
-        self._is_byte_level = token_bytes.is_byte_level(decoder)
-        self._spells_spaces = token_bytes.spells_spaces(decoder)
+        self._is_byte_level = token_bytes.decodes_by(decoder, "ByteLevel")
+        self._spells_spaces = any(token_bytes.decodes_by(decoder, kind) for kind in ("ByteFallback", "Metaspace"))
 
     @classmethod
     def load(cls, folder: Path) -> "TextTokenizer":
