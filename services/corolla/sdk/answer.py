@@ -1,7 +1,7 @@
 """The answer that a stream has received so far. It uses no socket, so blocking and asyncio streams share the code."""
 
 from corolla.sdk import responses
-from corolla.sdk.results import Chunk, Completion, FinishReason, Message, TokenLogprob, ToolCall, Usage
+from corolla.sdk.results import Chunk, Completion, FinishReason, FirstCompletion, TokenLogprob, ToolCall, Usage
 from corolla.v1 import generation_pb2 as pb
 
 
@@ -15,7 +15,7 @@ class _Growing:
         self.finish_reason: FinishReason | None = None
 
 
-class Answer:
+class Answer(FirstCompletion):
     """The chunks of a stream, put together. All properties but `completions` describe the first completion.
 
     Attributes:
@@ -27,33 +27,6 @@ class Answer:
         self.usage: Usage | None = None
         self.ignored: tuple[str, ...] = ()
         self._parts: dict[int, _Growing] = {}
-
-    @property
-    def text(self) -> str:
-        return self.completion(0).text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.completion(0).token_ids
-
-    @property
-    def reasoning(self) -> str:
-        return self.completion(0).reasoning
-
-    @property
-    def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of tools so far; the arguments of the last one may still be growing."""
-        return self.completion(0).tool_calls
-
-    @property
-    def message(self) -> Message:
-        """The answer so far as the next message of a conversation."""
-        return self.completion(0).message
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """The reason why the completion ended; None while it grows."""
-        return self.completion(0).finish_reason
 
     @property
     def completions(self) -> tuple[Completion, ...]:

@@ -15,7 +15,7 @@ def set_field(message: ProtoMessage, field: str, value: object, name: str) -> No
     try:
         setattr(message, field, value)
     except (TypeError, ValueError):
-        raise InvalidRequest(name, f"{_kind(value)} does not fit; {_expectation(message, field)}") from None
+        raise InvalidRequest(name, f"{_kind(value)} does not fit") from None
 
 
 def set_fields(message: ProtoMessage, values: Mapping[str, Any], *names: str, **renamed: str) -> None:
@@ -29,21 +29,8 @@ def extend_field(message: ProtoMessage, field: str, values: Iterable[object], na
     try:
         getattr(message, field).extend(values)
     except (TypeError, ValueError):
-        raise InvalidRequest(name, f"not every item fits; {_expectation(message, field)}") from None
+        raise InvalidRequest(name, "not every item fits") from None
 
 
 def _kind(value: object) -> str:
     return f"{value!r}" if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
-
-
-def _expectation(message: ProtoMessage, field: str) -> str:
-    described = message.DESCRIPTOR.fields_by_name[field]
-    kinds = {
-        described.CPPTYPE_STRING: "text is expected",
-        described.CPPTYPE_BOOL: "true or false is expected",
-        described.CPPTYPE_DOUBLE: "a number is expected",
-        described.CPPTYPE_INT32: "a whole number of at most 32 bits is expected",
-        described.CPPTYPE_UINT32: "a whole number from 0 to 4294967295 is expected",
-        described.CPPTYPE_INT64: "a whole number of at most 64 bits is expected",
-    }
-    return kinds[described.cpp_type]

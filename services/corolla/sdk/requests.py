@@ -269,18 +269,6 @@ def _set_template(
 
 _SAMPLING = tuple(field.name for field in pb.SamplingParameters.DESCRIPTOR.fields if field.name != "logit_bias")
 
-_SPECULATION_MODES = {
-    "off": pb.SPECULATION_MODE_OFF,
-    "prompt_lookup": pb.SPECULATION_MODE_PROMPT_LOOKUP,
-    "draft_model": pb.SPECULATION_MODE_DRAFT_MODEL,
-}
-
-_STANDBY_MODES = {
-    "off": pb.STANDBY_MODE_OFF,
-    "auto": pb.STANDBY_MODE_AUTO,
-    "all": pb.STANDBY_MODE_ALL,
-}
-
 
 def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[str, Any]) -> None:
     set_fields(request, options, "model", "adapter", "logprobs", "request_id", "cache_salt")
@@ -289,16 +277,11 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
     _set_biases(request.sampling, options.get("logit_bias"))
     if (form := options.get("response_format")) is not None:
         set_format(request.response_format, form)
-    speculation = options.get("speculation")
-    if speculation is not None:
-        if not isinstance(speculation, str) or speculation not in _SPECULATION_MODES:
-            raise InvalidRequest("speculation", f"must be one of {', '.join(_SPECULATION_MODES)}")
-        request.speculation.mode = _SPECULATION_MODES[speculation]
+    if (speculation := options.get("speculation")) is not None:
+        request.speculation.mode = pb.SpeculationMode.Value(_mode(pb.SpeculationMode, speculation, "speculation"))
     set_fields(request.speculation, options, "max_draft_tokens")
     if (standby := options.get("standby")) is not None:
-        if not isinstance(standby, str) or standby not in _STANDBY_MODES:
-            raise InvalidRequest("standby", f"must be one of {', '.join(_STANDBY_MODES)}")
-        request.standby = _STANDBY_MODES[standby]
+        request.standby = pb.StandbyMode.Value(_mode(pb.StandbyMode, standby, "standby"))
     stopping = request.stopping
     set_fields(stopping, options, "max_tokens", "ignore_eos")
     stop = options.get("stop")
@@ -311,6 +294,14 @@ def _set_shared(request: pb.GenerateRequest | pb.ChatRequest, options: Mapping[s
         except (TypeError, ValueError, OverflowError):
             raise InvalidRequest("time_limit_s", "must be a number of seconds") from None
         set_field(stopping, "time_limit_ms", milliseconds, "time_limit_s")
+
+
+def _mode(modes: Any, given: object, name: str) -> str:
+    """The protocol's name of the mode that a caller gives. The one of number 0 stands for what is not given."""
+    known: dict[str, str] = {each.rpartition("_MODE_")[2].lower(): each for each, number in modes.items() if number}
+    if not isinstance(given, str) or given not in known:
+        raise InvalidRequest(name, f"must be one of {', '.join(known)}")
+    return known[given]
 
 
 def _set_biases(sampling: pb.SamplingParameters, biases: Mapping[int, float] | None) -> None:

@@ -124,6 +124,49 @@ class Completion:
         return self.text
 
 
+class FirstCompletion:
+    """The properties of several completions that describe the first one."""
+
+    __slots__ = ()
+
+    def completion(self, index: int) -> Completion:
+        raise NotImplementedError
+
+    @property
+    def text(self) -> str:
+        return self.completion(0).text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.completion(0).token_ids
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return self.completion(0).logprobs
+
+    @property
+    def reasoning(self) -> str:
+        return self.completion(0).reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools; in a stream, the arguments of the last one may still be growing."""
+        return self.completion(0).tool_calls
+
+    @property
+    def message(self) -> Message:
+        """The answer as the next message of a conversation."""
+        return self.completion(0).message
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """The reason why the completion ended; None while it grows."""
+        return self.completion(0).finish_reason
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
     """A prompt as the model has read it. `logprobs` has no entry for the first token, which nothing precedes."""
@@ -160,8 +203,8 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """All completions of a prompt. `text`, `token_ids`, `finish_reason` and `logprobs` describe the first one.
+class Generation(FirstCompletion):
+    """All completions of a prompt.
 
     Attributes:
         prompt: set if it was to be echoed.
@@ -174,24 +217,8 @@ class Generation:
     prompt: EchoedPrompt | None = None
     ignored: tuple[str, ...] = ()
 
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.completions[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.completions[0].finish_reason
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...]:
-        return self.completions[0].logprobs
-
-    def __str__(self) -> str:
-        return self.text
+    def completion(self, index: int) -> Completion:
+        return self.completions[index]
 
 
 @dataclass(frozen=True, slots=True)
