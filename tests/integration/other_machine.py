@@ -1,11 +1,14 @@
 """Other machines: network namespaces of this one, with links to it and to each other. Root alone may make them."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,67 +16,83 @@ class OtherMachine:
     """A place where a test runs commands.
 
     Attributes:
-        first_host: the address by which it reaches this machine: of IPv6, if it is another one.
+        name: the name of the namespace.
+        first_host: the address of IPv6 by which it reaches this machine.
         host: its own address.
         first_host_4: an address of IPv4 by which it reaches this machine, too.
-        prefix: what stands before a command that shall run there; empty: it is this machine itself.
+        link: the end of its link that is on this machine.
     """
 
-    first_host: str = "127.0.0.1"
-    host: str = "127.0.0.1"
-    first_host_4: str = "127.0.0.1"
-    prefix: Sequence[str] = ()
+    name: str
+    first_host: str
+    host: str
+    first_host_4: str
+    link: str
+
+    @property
+    def prefix(self) -> Sequence[str]:
+        """What stands before a command that shall run there."""
+        return "ip", "netns", "exec", self.name
 
     def drops(self, port: int, *, is_on: bool) -> bool:
-        """Has a firewall there drop what comes in for a port, or no longer. Returns whether it can."""
-        rule = ["INPUT", "-p", "tcp", "--dport", str(port), "-j", "DROP"]
-        return bool(self.prefix) and all(
-            _runs(*self.prefix, program, "-A" if is_on else "-D", *rule) for program in ("iptables", "ip6tables")
-        )
+        """Has a firewall there drop what comes in for a port, or no longer. Returns whether there is a firewall."""
+        rule = ["-A" if is_on else "-D", "INPUT", "-p", "tcp", "--dport", str(port), "-j", "DROP"]
+        return all(_runs(*self.prefix, program, *rule) for program in ("iptables", "ip6tables"))
 
     def without(self, folder: Path) -> Sequence[str]:
         """What stands before a command that shall run there and see nothing in a folder of this machine."""
-        if not self.prefix:
-            return ()
         script = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
         return (*self.prefix, "unshare", "--mount", "sh", "-c", script, str(folder))
+
+    def cut(self) -> None:
+        """Cuts its link: what is sent is lost, and no connection ends."""
+        assert _succeeds("link", "set", self.link, "down")
+
+    def reconnect(self) -> None:
+        assert _succeeds("link", "set", self.link, "up")
+
+    def die(self) -> None:
+        """Kills all that runs there, as a machine without power does."""
+        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True).stdout
+        for pid in listed.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 @contextmanager
 def other_machines(number: int) -> Iterator[list[OtherMachine]]:
-    """Yields namespaces that reach each other and this machine; all of them are this one where none can be made."""
+    """Yields namespaces that reach each other and this machine. Skips the test where none can be made."""
     own = os.getpid() % 16_000
     bridge, prefix, prefix_4 = f"cb{own}", f"fd61::{own:x}", f"10.{61 + own // 250}.{own % 250}"
-    names = [f"corolla-{own}-{each}" for each in range(number)]
+    found = [
+        OtherMachine(f"corolla-{own}-{each}", f"{prefix}:1", f"{prefix}:{each + 2}", f"{prefix_4}.1", f"cn{own}-{each}")
+        for each in range(number)
+    ]
     made = [
         ("link", "add", bridge, "type", "bridge"),
         ("addr", "add", f"{prefix}:1/112", "dev", bridge, "nodad"),
         ("addr", "add", f"{prefix_4}.1/24", "dev", bridge),
         ("link", "set", bridge, "up"),
     ]
-    for each, name in enumerate(names):
-        near, far = f"cn{own}-{each}", f"cf{own}-{each}"
+    for each, machine in enumerate(found):
+        far = f"cf{own}-{each}"
         made += [
-            ("netns", "add", name),
-            ("link", "add", near, "type", "veth", "peer", "name", far, "netns", name),
-            ("link", "set", near, "master", bridge),
-            ("link", "set", near, "up"),
-            ("-n", name, "addr", "add", f"{prefix}:{each + 2}/112", "dev", far, "nodad"),
-            ("-n", name, "addr", "add", f"{prefix_4}.{each + 2}/24", "dev", far),
-            ("-n", name, "link", "set", far, "up"),
-            ("-n", name, "link", "set", "lo", "up"),
+            ("netns", "add", machine.name),
+            ("link", "add", machine.link, "type", "veth", "peer", "name", far, "netns", machine.name),
+            ("link", "set", machine.link, "master", bridge),
+            ("link", "set", machine.link, "up"),
+            ("-n", machine.name, "addr", "add", f"{machine.host}/112", "dev", far, "nodad"),
+            ("-n", machine.name, "addr", "add", f"{prefix_4}.{each + 2}/24", "dev", far),
+            ("-n", machine.name, "link", "set", far, "up"),
+            ("-n", machine.name, "link", "set", "lo", "up"),
         ]
     try:
-        if all(_succeeds(*each) for each in made):
-            yield [
-                OtherMachine(f"{prefix}:1", f"{prefix}:{each + 2}", f"{prefix_4}.1", ("ip", "netns", "exec", name))
-                for each, name in enumerate(names)
-            ]
-        else:
-            yield [OtherMachine()] * number
+        if not all(_succeeds(*each) for each in made):
+            pytest.skip("other machines are network namespaces here, and only root can make those")
+        yield found
     finally:
-        for name in names:
-            _succeeds("netns", "del", name)
+        for machine in found:
+            _succeeds("netns", "del", machine.name)
         _succeeds("link", "del", bridge)
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 
+from corolla import __version__
 from corolla.chassis.errors import CorollaError, InvalidRequest, StartupError, StoreUnavailable
+from corolla.cli.app import main
+from corolla.cli.enrolment import TOKEN_FILE_VARIABLE
 from corolla.cli.interruption import Interrupted
 from corolla.cli.join import (
+    GRACE_S,
     JoinOptions,
     check_weights,
     checked_capacity,
@@ -31,6 +36,8 @@ from corolla.local.options import StackOptions
 from corolla.local.supervisor import Report
 from corolla.v1 import common_pb2, router_pb2
 from corolla.v1 import issuer_pb2 as pb
+from tests.charts.rendering import CHART
+from tests.integration.several_machines import container, entry_point
 
 STACK = "192.168.1.10:50054"
 
@@ -238,3 +245,19 @@ def test_what_may_pass_is_waited_for_and_another_stack_ends_it(state: Path, monk
     with pytest.raises(StartupError, match="another stack"):
         join(state)
     assert followed == []
+
+
+def test_the_container_of_the_page_is_one_of_the_image_that_joins() -> None:
+    """What the line says to Docker is known here by name alone, since no container runs."""
+    line = container()
+    assert set(line.options) == {"--network", "--stop-timeout", "--volume", "--env"}
+    assert list(line.options["--network"]) == ["host"]
+    assert int(*line.options["--stop-timeout"]) > GRACE_S
+    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert line.image == f"{values['image']['server']}:{__version__}"
+    assert entry_point() == ["python", "-m", "corolla"]
+    assert line.mounts[line.variables[TOKEN_FILE_VARIABLE]].startswith("/")
+    assert "/state" in line.mounts
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        assert Path(line.variables[name]).is_relative_to("/state")
+    assert main([*line.arguments, "--help"]) == 0
