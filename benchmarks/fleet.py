@@ -76,7 +76,7 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
         found.append(figure(f"{count} servers join", "s", [time.perf_counter() - began_s]))
 
         async def by_router() -> None:
-            await control.plan_chain(fingerprint=Server.fingerprint, num_tokens=0)
+            await control.plan_chain(Server.fingerprint, 0, frozenset())
 
         found += [
             *await _plans("router", count, by_router, (5.0, 200.0)),
@@ -86,7 +86,7 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
             found += await _spreads(clients, count, options.sessions)
 
             async def by_client() -> None:
-                await clients[0].plan(num_tokens=0, record_id="", blocks=None)
+                await clients[0].plan(num_tokens=0)
 
             found += await _plans("client service", count, by_client, (1.0, 1000.0))
         await control.close()
@@ -172,7 +172,7 @@ async def _plans(
 
 async def _refused(control: ControlPlane, count: int) -> list[Figure]:
     """Plans of the router that are asked for at once."""
-    calls = (control.plan_chain(fingerprint=Server.fingerprint, num_tokens=0) for _ in range(_PLANS_AT_ONCE))
+    calls = (control.plan_chain(Server.fingerprint, 0, frozenset()) for _ in range(_PLANS_AT_ONCE))
     replies = await asyncio.gather(*calls, return_exceptions=True)
     num_refused = sum(isinstance(each, CorollaError) for each in replies)
     return [figure(f"{count} servers: of {_PLANS_AT_ONCE} plans at once, refused", "", [num_refused], at_most(0))]
@@ -187,7 +187,7 @@ async def _spreads(clients: list[Routes], count: int, num_sessions: int) -> list
     async def place(routes: Routes) -> None:
         own: Counter[str] = Counter()
         for _ in range(num_sessions):
-            chain = await routes.plan(num_tokens=_SESSION_TOKENS, record_id="", blocks=None)
+            chain = await routes.plan(num_tokens=_SESSION_TOKENS)
             opened.update(hop.server_id for hop in chain.hops)
             taken = {hop.server_id for hop in chain.hops}
             for hop in chain.hops:
@@ -200,12 +200,12 @@ async def _spreads(clients: list[Routes], count: int, num_sessions: int) -> list
 
     async def follow(routes: Routes, held: Mapping[str, int]) -> None:
         for _ in range(num_sessions):
-            chain = await routes.plan(num_tokens=_SESSION_TOKENS, record_id="", blocks=None, held=held, may_fetch=True)
+            chain = await routes.plan(num_tokens=_SESSION_TOKENS, held=held, may_fetch=True)
             followed.update(hop.server_id for hop in chain.hops)
             await asyncio.sleep(0)
 
     await asyncio.gather(*map(place, clients))
-    chains = [await clients[0].plan(num_tokens=0, record_id="", blocks=None) for _ in range(_NUM_HOLDERS)]
+    chains = [await clients[0].plan(num_tokens=0) for _ in range(_NUM_HOLDERS)]
     held = {hop.server_id: _SESSION_TOKENS // 2 for chain in chains for hop in chain.hops}
     await asyncio.gather(*(follow(routes, held) for routes in clients))
     name = f"{count} servers, fullest / mean, {len(clients)} clients with {num_sessions} sessions each"

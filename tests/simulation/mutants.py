@@ -17,8 +17,9 @@ from corolla.block_server.sessions import SessionTable
 from corolla.cache.prefixes import PrefixPages
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import CheckedCopy
+from corolla.chain import recovery_plan
 from corolla.chain.recovery import Recovery
-from corolla.chain.recovery_plan import HopState, ReplaySegment
+from corolla.chain.recovery_plan import ReplaySegment
 from corolla.chain.replay import Replayer
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
@@ -107,8 +108,8 @@ def _first_hop_of_before(right: Any, self: LastHop, step: pb.Step, rows: Sequenc
     right(self, step, rows)
 
 
-@_mutant("position zero", HopState, "start_for")
-def _position_zero(_right: Any, self: HopState, position: int) -> int:
+@_mutant("position zero", recovery_plan, "start_for")
+def _position_zero(_right: Any, _opened: pb.Opened, position: int) -> int:
     """A hop that was opened again is taken to hold everything, though it begins at nothing."""
     return position
 
@@ -148,11 +149,9 @@ def _replay_too_short(right: Any, self: Replayer, binding: Any, sequence: Any, s
 
 
 @_mutant("no quarantine", Routes, "_replace_now")
-def _no_quarantine(
-    right: Any, self: Routes, chain: Any, lost: Any, num_tokens: int, standbys: Any, may_stay: Any = ()
-) -> Any:
+def _no_quarantine(right: Any, self: Routes, chain: Any, lost: Any, *args: Any, **options: Any) -> Any:
     """Servers that failed are not left out: a recovery goes back to the one that it lost."""
-    return right(self, chain, (), num_tokens, standbys)
+    return right(self, chain, (), *args, **options)
 
 
 @_mutant("others' prefix", PrefixPages, "find")
@@ -271,10 +270,10 @@ async def _another_replacement(right: Any, self: Routes, *args: Any, **options: 
     return await right(self, *args, **{**options, "standbys": {}})
 
 
-@_mutant("text computed again", HopState, "start_for")
-def _text_computed_again(_right: Any, self: HopState, position: int) -> int:
+@_mutant("text computed again", recovery_plan, "start_for")
+def _text_computed_again(_right: Any, opened: pb.Opened, position: int) -> int:
     """A hop that lacks some tokens gets the whole text again."""
-    return position if self.num_held >= position >= self.min_position else 0
+    return position if opened.num_cached_tokens >= position >= opened.min_position else 0
 
 
 @_mutant("standby stays behind", StandbyHops, "settle")

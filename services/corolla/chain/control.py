@@ -37,15 +37,10 @@ class ControlPlane:
         self._channel = channels(router)
         self.stub = router_pb2_grpc.RouterServiceStub(self._channel)
 
-    async def plan_chain(
-        self, *, fingerprint: str, num_tokens: int, session_id: str = "", excluded: frozenset[str] = frozenset()
-    ) -> pb.PlanChainResponse:
+    async def plan_chain(self, fingerprint: str, num_tokens: int, excluded: frozenset[str]) -> pb.PlanChainResponse:
+        """The cheapest chain of servers with these weights. They need room for a session of so many tokens."""
         request = pb.PlanChainRequest(
-            model=self.model,
-            fingerprint=fingerprint,
-            session_id=session_id,
-            num_tokens=num_tokens,
-            excluded_server_ids=sorted(excluded),
+            model=self.model, fingerprint=fingerprint, num_tokens=num_tokens, excluded_server_ids=sorted(excluded)
         )
         return await self._call(self.stub.PlanChain, request, _PLAN_TIMEOUT_S)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 from corolla.chain.beginnings import STRIDE_TOKENS
+from corolla.chain.clock import time_s
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.routes import Routes
 from corolla.chain.streams import DataPlane
@@ -45,7 +46,7 @@ class _Arrival:
 
     def begin(self, num_tokens: int) -> None:
         """Notes that the hop has so many tokens, and that the first part is about to come."""
-        self._began_s = _now_s()
+        self._began_s = time_s()
         self._num_before = self._num_tokens = num_tokens
 
     def heard(self, num_tokens: int | None) -> None:
@@ -102,7 +103,7 @@ class Fetches:
             return False
         self._holders.add(holder.server_id)
         key = identity.session_id, holder.address
-        until_s = min(until_s, _now_s() + _PATIENCE * computing_s)
+        until_s = min(until_s, time_s() + _PATIENCE * computing_s)
         limit = asyncio.timeout_at(until_s)
         arrival = _Arrival(partial(self.routes.filling_seconds, hop), limit, until_s)
         self.plane.fetching[key] = arrival.heard
@@ -137,7 +138,3 @@ class Fetches:
             self.plane.fetching.pop(key, None)
             self.plane.close_session([holder] if is_standby else [holder, hop], identity)
         return is_standby
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Final
 
 from corolla.chain.identity import SessionIdentity
@@ -20,13 +20,16 @@ class Handovers:
 
     A report counts only while the session is open on that hop in the epoch that the report names. Nothing was computed
     elsewhere in that epoch, so the other server holds exactly what that hop held.
+
+    Args:
+        connected: the addresses of the servers that have a stream; `on_news` tells of one that has lost it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, connected: Container[str]) -> None:
+        self._connected = connected
         # The reports by session id and address of the hop that sent them, the oldest first.
         self._notices: dict[tuple[bytes, str], pb.Moved] = {}
         self._news = asyncio.Event()
-        self._gone: set[str] = set()
 
     def on_moved(self, moved: pb.Moved, address: str) -> None:
         """Records a hop's report: another server has a session now, or the hop has kept the session after all."""
@@ -34,31 +37,23 @@ class Handovers:
         self._notices[moved.session_id, address] = moved
         if len(self._notices) > _NUM_REMEMBERED:
             del self._notices[next(iter(self._notices))]
-        self._wake()
+        self.on_news()
 
     def on_step_refused(self, address: str) -> None:
         """Forgets a hop's reports of kept sessions: it refused a step, so it hands a session over and reports later."""
         for key in [key for key, moved in self._notices.items() if key[1] == address and not moved.HasField("hop")]:
             del self._notices[key]
 
-    def mark_connected(self, address: str) -> None:
-        self._gone.discard(address)
-
-    def mark_disconnected(self, address: str) -> None:
-        """Records that the stream to a server broke, and wakes the tasks that wait for the server."""
-        self._gone.add(address)
-        self._wake()
-
     async def is_disconnected(self, address: str) -> bool:
         """The stream to a server is broken, or breaks within a fraction of a second."""
-        await self._wait(lambda: address in self._gone, _MOMENT_S)
-        return address in self._gone
+        await self._wait(lambda: address not in self._connected, _MOMENT_S)
+        return address not in self._connected
 
     async def wait_until_settled(self, address: str, identities: Iterable[SessionIdentity]) -> None:
         """Waits, for a few seconds at most, until the hop has reported the outcome for all these sessions."""
         waiting = {(identity.session_id, address) for identity in identities}
         # A server that stays silent is busy or gone: the sessions recover elsewhere.
-        await self._wait(lambda: waiting <= self._notices.keys() or address in self._gone, _PATIENCE_S)
+        await self._wait(lambda: waiting <= self._notices.keys() or address not in self._connected, _PATIENCE_S)
 
     async def _wait(self, is_so: Callable[[], bool], timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -108,6 +103,7 @@ class Handovers:
             return None
         return moved.hop
 
-    def _wake(self) -> None:
+    def on_news(self) -> None:
+        """Wakes the tasks that wait for a server's report or its end."""
         self._news.set()
         self._news = asyncio.Event()

@@ -6,6 +6,7 @@ A step leaves on the first hop's stream, its result arrives on the last hop's st
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from corolla.chain.token_stream import TokenStream
 from corolla.chassis.errors import CorollaError, HopUnavailable, StaleEpoch
@@ -31,22 +32,14 @@ RowFuture = asyncio.Future[HiddenStates]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    rows: dict[bytes, tuple[pb.StepRow, RowFuture]]
+class _Request:
+    """A step, with a row and the future of its answer for each session; or an open, whose session has no id here."""
+
+    rows: dict[bytes, tuple[pb.StepRow | None, asyncio.Future[Any]]]
     addresses: frozenset[str]
 
     def end(self, error: CorollaError) -> None:
         fail([future for _, future in self.rows.values()], error)
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    answer: asyncio.Future[pb.Opened]
-    addresses: frozenset[str]
-
-    def end(self, error: CorollaError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
 
 
 class PendingReplies:
@@ -57,15 +50,14 @@ class PendingReplies:
     """
 
     def __init__(self, on_discarded: Callable[[int], None] = lambda num_tokens: None) -> None:
-        self._steps: dict[int, _Step] = {}
-        self._opens: dict[int, _Open] = {}
+        self._requests: dict[int, _Request] = {}
         self._token_streams: dict[bytes, TokenStream] = {}
         # All of them by the address of each server that takes part, and then by their number or session.
-        self._by_address: dict[str, dict[int | bytes, _Step | _Open | TokenStream]] = {}
+        self._by_address: dict[str, dict[int | bytes, _Request | TokenStream]] = {}
         self._on_discarded = on_discarded
 
     def __len__(self) -> int:
-        return len(self._steps) + len(self._opens) + len(self._token_streams)
+        return len(self._requests) + len(self._token_streams)
 
     def add_token_stream(self, session_id: bytes, stream: TokenStream) -> None:
         """Adds a session's token stream, until `remove_token_stream`. Ends the stream of the session's earlier turn."""
@@ -92,8 +84,7 @@ class PendingReplies:
         """Adds a step, until all of its rows are done. Returns one future for each row, in order."""
         loop = asyncio.get_running_loop()
         by_session = {row.session_id: (row, loop.create_future()) for row in rows}
-        step = self._steps[number] = _Step(by_session, addresses)
-        self._note(number, step)
+        self._add(number, _Request({**by_session}, addresses))
         futures = [future for _, future in by_session.values()]
         for future in futures:
             future.add_done_callback(lambda _: self._settle(number))
@@ -101,13 +92,16 @@ class PendingReplies:
 
     def add_open(self, number: int, address: str) -> asyncio.Future[pb.Opened]:
         """Adds a request to open a session, until `remove_open`. Returns the future of its answer."""
-        loop = asyncio.get_running_loop()
-        opening = self._opens[number] = _Open(loop.create_future(), frozenset([address]))
-        self._note(number, opening)
-        return opening.answer
+        answer = asyncio.get_running_loop().create_future()
+        self._add(number, _Request({b"": (None, answer)}, frozenset([address])))
+        return answer
 
     def remove_open(self, number: int) -> None:
-        self._drop(number, self._opens.pop(number))
+        self._drop(number, self._requests.pop(number))
+
+    def _add(self, number: int, request: _Request) -> None:
+        self._requests[number] = request
+        self._note(number, request)
 
     def on_result(self, result: pb.Result, payload: Buffer) -> None:
         """Gives each row's future, or its token stream, its part of a result."""
@@ -117,7 +111,7 @@ class PendingReplies:
                 if stream is None or not stream.push(row, sampled):
                     self._on_discarded(len(sampled.tokens))
             return
-        step = self._steps.get(result.step_id)
+        step = self._requests.get(result.step_id)
         if step is None:
             return
         view = memoryview(payload)
@@ -135,26 +129,22 @@ class PendingReplies:
             start = end
 
     def on_opened(self, opened: pb.Opened) -> None:
-        opening = self._opens.get(opened.request_id)
-        if opening is not None and not opening.answer.done():
-            opening.answer.set_result(opened)
+        opening = self._requests.get(opened.request_id)
+        if opening is not None and b"" in opening.rows and not opening.rows[b""][1].done():
+            opening.rows[b""][1].set_result(opened)
 
     def on_fault(self, fault: pb.Fault, error: CorollaError) -> None:
         """Fails the open, rows or token streams that the fault names."""
-        if fault.WhichOneof("about") == "request_id":
-            opening = self._opens.get(fault.request_id)
-            if opening is not None and not opening.answer.done():
-                opening.answer.set_exception(error)
-            return
-        if fault.step_id == 0:
+        is_of_open = fault.WhichOneof("about") == "request_id"
+        if not is_of_open and fault.step_id == 0:
             for row in fault.rows:
                 if (stream := self._token_streams.get(row.session_id)) is not None:
                     stream.fail(row, error)
             return
-        step = self._steps.get(fault.step_id)
-        if step is not None:
-            affected = [row.session_id for row in fault.rows] or list(step.rows)
-            fail([step.rows[session_id][1] for session_id in affected if session_id in step.rows], error)
+        request = self._requests.get(fault.request_id if is_of_open else fault.step_id)
+        if request is not None:
+            affected = list(request.rows) if is_of_open or not fault.rows else [row.session_id for row in fault.rows]
+            fail([request.rows[each][1] for each in affected if each in request.rows], error)
 
     def on_stream_lost(self, address: str, error: CorollaError) -> None:
         """Fails every open, step and token stream in which the server takes part."""
@@ -162,16 +152,16 @@ class PendingReplies:
             each.end(error)
 
     def _settle(self, number: int) -> None:
-        step = self._steps.get(number)
+        step = self._requests.get(number)
         if step is not None and all(future.done() for _, future in step.rows.values()):
-            del self._steps[number]
+            del self._requests[number]
             self._drop(number, step)
 
-    def _note(self, key: int | bytes, waiting: _Step | _Open | TokenStream) -> None:
+    def _note(self, key: int | bytes, waiting: _Request | TokenStream) -> None:
         for address in waiting.addresses:
             self._by_address.setdefault(address, {})[key] = waiting
 
-    def _drop(self, key: int | bytes, waiting: _Step | _Open | TokenStream) -> None:
+    def _drop(self, key: int | bytes, waiting: _Request | TokenStream) -> None:
         for address in waiting.addresses:
             there = self._by_address[address]
             del there[key]
@@ -186,7 +176,7 @@ def _agree(asked: pb.StepRow, answered: pb.StepRow) -> bool:
     )  # fmt: skip
 
 
-def fail(futures: Sequence[RowFuture], error: CorollaError) -> None:
+def fail(futures: Iterable[asyncio.Future[Any]], error: CorollaError) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)

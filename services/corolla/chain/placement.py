@@ -10,6 +10,7 @@ from typing import Final
 
 import grpc
 
+from corolla.chain.clock import time_s
 from corolla.chain.control import ControlPlane
 from corolla.chassis.errors import AdapterDenied, AdapterNotFound, CorollaError
 from corolla.chassis.status import from_rpc_error
@@ -114,10 +115,10 @@ class PlacementWatch:
         """
 
         async def look() -> Sequence[pb.RegisteredAdapter]:
-            now_s = asyncio.get_running_loop().time()
+            now_s = time_s()
             # The pause bounds the router's load when a client asks for many names that do not exist.
             await asyncio.sleep(max(0.0, self._next_look_s - now_s))
-            self._next_look_s = asyncio.get_running_loop().time() + _LOOK_INTERVAL_S
+            self._next_look_s = time_s() + _LOOK_INTERVAL_S
             with contextlib.suppress(CorollaError):
                 return (await self._control.get_placement()).adapters
             return ()
@@ -147,7 +148,7 @@ class PlacementWatch:
         """The placement became incomplete less than SETTLING_S ago, so that lost servers may register again."""
         if self._snapshot is None or self._snapshot is self._complete:
             return False
-        return asyncio.get_running_loop().time() < self._incomplete_since_s + SETTLING_S
+        return time_s() < self._incomplete_since_s + SETTLING_S
 
     async def wait_for_update(self, timeout_s: float) -> None:
         """Returns when a router has pushed the next snapshot, at the latest after `timeout_s`."""
@@ -195,7 +196,7 @@ class PlacementWatch:
         if is_complete:
             self._complete = self._snapshot
         elif was_complete:
-            self._incomplete_since_s = asyncio.get_running_loop().time()
+            self._incomplete_since_s = time_s()
         published, self._published = self._published, asyncio.Event()
         published.set()
 

@@ -8,21 +8,22 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Final, TypeVar
 
+from corolla.chain.clock import time_s
 from corolla.chain.handovers import Handovers
 from corolla.chain.history import History
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
-from corolla.chain.recovery_budget import (
-    RECOVERABLE,
-    Action,
-    RecoveryBudget,
-    RecoveryReport,
-    classify,
-    moved_blocks,
-)
-from corolla.chain.recovery_plan import CLIENT, HopState, ReplaySegment, plan_segments
+from corolla.chain.recovery_budget import RECOVERABLE, Action, RecoveryBudget, RecoveryReport, classify
+from corolla.chain.recovery_plan import CLIENT, ReplaySegment, plan_segments
 from corolla.chain.replay import Replayer
-from corolla.chain.reservations import LONGEST_BUSY_PAUSE_S, ChainBinding, ChainLimits, NotOpened, Reservations
+from corolla.chain.reservations import (
+    LONGEST_BUSY_PAUSE_S,
+    ChainBinding,
+    ChainLimits,
+    NotOpened,
+    Reservations,
+    named_hops,
+)
 from corolla.chain.routes import Routes
 from corolla.chain.standbys import Standbys
 from corolla.chain.streams import DataPlane
@@ -40,6 +41,7 @@ from corolla.chassis.errors import (
     RouteUnknown,
 )
 from corolla.chassis.tracing import spans
+from corolla.planning.numerics import moved_blocks
 from corolla.v1 import common_pb2
 from corolla.wire.page_hashes import TextDigests
 from corolla.wire.span import Span
@@ -87,12 +89,12 @@ class _Job:
     def position(self) -> int:
         return max(sequence.position for sequence in self.sequences)
 
-    def segments(self, number: int, states: Sequence[HopState]) -> list[ReplaySegment]:
-        """The replays that give the hops in these states what they lack of one of the sequences."""
-        states = [
-            HopState(state.num_held, state.min_position) if hop.server_id in self.without_outputs else state
-            for hop, state in zip(self.binding.chain.hops, states, strict=True)
-        ]
+    def segments(self, number: int) -> list[ReplaySegment]:
+        """The replays that give the hops what they lack of one of the sequences."""
+        states = [on_hop[number] for on_hop in self.binding.open_replies]
+        for hop, state in zip(self.binding.chain.hops, states, strict=True):
+            if hop.server_id in self.without_outputs:
+                state.kept_start = state.kept_end = 0
         return plan_segments(states, self.sequences[number].position, may_scratch=self.may_scratch)
 
 
@@ -131,23 +133,18 @@ class Recovery:
         with spans.span("recovery", lost=lost, cause=cause, position=job.position) as span:
             await self._retry(span, job, failure)
 
-    async def fill(
-        self, binding: ChainBinding, sequence: History, states: Sequence[HopState], budget: RecoveryBudget
-    ) -> None:
+    async def fill(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
         """Gives the hops the tokens that they lack of a session that was just opened.
 
         `binding` may have other hops afterwards. Raises CorollaError as `recover` does.
         """
         job = self._job(binding, [sequence], budget)
         with spans.span("recovery", cause="idle", position=job.position) as span:
-            try:
-                await self._fill(job, 0, states)
-            except CorollaError as failure:
+            if (failure := await self._fill_all(job)) is not None:
                 # A hop may have evicted what it reported a moment ago.
-                job.incomplete_since_s = _now_s()
+                job.incomplete_since_s = time_s()
                 await self._retry(span, job, failure, "idle", in_replay=True)
-                return
-            if job.methods:
+            elif job.methods:
                 self._report(span, job, "idle")
 
     async def compute_anew(self, binding: ChainBinding, sequence: History, budget: RecoveryBudget) -> None:
@@ -171,27 +168,19 @@ class Recovery:
         """
         job = self._job(binding, [sequence], budget)
         held = binding.open_options
-        failure: CorollaError | None = None
+        failure: CorollaError | None = HopSessionLost("a hop has no more room for a session that it held")
         for size in (*sizes, held.max_tokens):
-            binding.raise_epoch([sequence.position])
-            self._apply_handovers(binding)
-            options = replace(held, max_tokens=size)
+            binding.open_options = replace(held, max_tokens=size)
             try:
-                opened = await self.reservations.open(
-                    binding.identities, replace(options, recorded_chain=binding.chain), binding.chain
-                )
+                await self._open_again(job)
             except NotOpened as refused:
+                binding.open_options = held
                 if refused.are_full:
                     continue
                 failure = self._on_refusal(job, refused)
-                break
-            binding.open_options = options
-            binding.rebind(opened)
-            self._settle_standbys(binding)
-            failure = await self._fill_all(job)
+            else:
+                failure = await self._fill_all(job)
             break
-        else:
-            failure = HopSessionLost("a hop has no more room for a session that it held")
         if failure is not None:
             with spans.span("recovery", cause="growth", position=job.position) as span:
                 await self._retry(span, job, failure)
@@ -202,7 +191,7 @@ class Recovery:
         sequences: Sequence[History],
         budget: RecoveryBudget,
     ) -> _Job:
-        return _Job(binding, sequences, budget, LostServers(self.limits.recovery_patience_s), _now_s())
+        return _Job(binding, sequences, budget, LostServers(self.limits.recovery_patience_s), time_s())
 
     async def _retry(
         self, span: spans.Span, job: _Job, failure: CorollaError, cause: str = "", *, in_replay: bool = False
@@ -239,11 +228,11 @@ class Recovery:
         methods = "+".join(sorted(job.methods)) or "reopen"
         moved = moved_blocks(job.lost_chain, job.binding.chain)
         mixes = self.limits.follows_numerics and job.binding.chain.mixes_numerics
-        report = RecoveryReport(cause, methods, _now_s() - job.began_s, job.num_recomputed_tokens, moved, mixes)
+        report = RecoveryReport(cause, methods, time_s() - job.began_s, job.num_recomputed_tokens, moved, mixes)
         job.budget.on_recovery(report)
         self.on_recovery(report)
         if span.is_sampled:
-            hops = [f"{hop.address} {Span.from_message(hop.span)}" for hop in job.binding.chain.hops]
+            hops = named_hops(job.binding.chain)
             span.note(method=methods, recomputed_tokens=report.num_recomputed_tokens, hops=hops)
         return report
 
@@ -253,7 +242,7 @@ class Recovery:
         If a server is replaced for good, it waits only if another one is known to be away. Otherwise no other server
         can be expected for its blocks.
         """
-        now_s = _now_s()
+        now_s = time_s()
         if action is Action.REPLACE_FOR_GOOD and not (
             job.lost.may_return(now_s) or self.routes.may_gain_server(job.lost)
         ):
@@ -280,7 +269,7 @@ class Recovery:
             raise failure
         if action in (Action.REPLACE, Action.REPLACE_HERE, Action.REPLACE_EITHER, Action.REPLACE_FOR_GOOD):
             for hop in failed:
-                job.lost.add(hop.server_id, _now_s(), for_good=action is Action.REPLACE_FOR_GOOD)
+                job.lost.add(hop.server_id, time_s(), for_good=action is Action.REPLACE_FOR_GOOD)
         elif action is Action.FILL_IN_PLACE:
             job.may_scratch = False
         elif action is Action.FOLLOW and address:
@@ -297,45 +286,54 @@ class Recovery:
 
     async def _attempt(self, job: _Job) -> CorollaError | None:
         """Makes one attempt. Returns its failure, or None; raises failures that further attempts would not change."""
+        try:
+            await self._open_again(job)
+        except NotOpened as refused:
+            return self._on_refusal(job, refused)
+        failure = await self._fill_all(job)
+        job.incomplete_since_s = time_s()
+        return failure
+
+    async def _open_again(self, job: _Job) -> None:
+        """Opens the sessions in their next epoch, with other servers in place of the lost ones. Raises NotOpened."""
         binding = job.binding
         binding.raise_epoch([sequence.position for sequence in job.sequences])
         self._apply_handovers(binding)
         before = binding.chain
+        holding = common_pb2.Chain(hops=[*before.hops, *binding.standbys.hops])
+        options = replace(binding.open_options, recorded_chain=holding)
+        if options.texts is not None:
+            # Servers may hold more of the text now than when the sessions were opened first.
+            texts = [
+                text.followed_by(sequence.inputs(0, sequence.position).token_ids)
+                for text, sequence in zip(options.texts, job.sequences, strict=True)
+            ]
+            options = replace(options, texts=texts)
         chain = await self.routes.replace_lost(
             before,
             job.lost,
-            num_tokens=binding.open_options.max_tokens * len(job.sequences),
+            num_tokens=options.max_tokens * len(job.sequences),
             patience_s=job.patience_s,
             until_s=job.budget.until_s,
             retryable=job.lost.retryable,
             standbys=binding.standbys.replacements(job.lost),
+            # Hops of mixed numerics share no pages.
+            held=self.reservations.held(options) if job.lost and not before.mixes_numerics else {},
         )
-        held = common_pb2.Chain(hops=[*before.hops, *binding.standbys.hops])
-        options = replace(binding.open_options, recorded_chain=held)
-        if options.texts is not None:
-            # Servers may hold more of the text now than when the sessions were opened first.
-            texts = zip(options.texts, job.sequences, strict=True)
-            options = replace(options, texts=[_text_now(text, sequence) for text, sequence in texts])
         for hop, num_trusted in binding.standbys.trusted_on(chain):
-            self.reservations.truncate(binding.identities, hop, num_trusted)
+            self.reservations.truncate(binding.identities, [hop], num_trusted)
         try:
             opened = await self.reservations.open(binding.identities, options, chain)
-        except NotOpened as refused:
-            fresh = [hop for hop in chain.hops if hop not in held.hops]
+        except NotOpened:
+            fresh = [hop for hop in chain.hops if hop not in holding.hops]
             self.reservations.give_back(binding.identities, fresh)
-            return self._on_refusal(job, refused)
+            raise
         staying = {hop.server_id for hop in chain.hops}
         job.lost.discard(staying)
         # A server that was only frozen reads the Close when it wakes, and frees the session.
         self.reservations.give_back(binding.identities, [hop for hop in before.hops if hop.server_id not in staying])
         binding.rebind(opened)
-        self._settle_standbys(binding)
-        failure = await self._fill_all(job)
-        job.incomplete_since_s = _now_s()
-        return failure
-
-    def _settle_standbys(self, binding: ChainBinding) -> None:
-        """Frees the standbys that the sessions' new chain does not need."""
+        # The new chain may not need all standbys.
         self.reservations.give_back(binding.identities, list(binding.standbys.settle(binding.chain)))
 
     def _apply_handovers(self, binding: ChainBinding) -> None:
@@ -364,7 +362,7 @@ class Recovery:
             if not isinstance(failure, HopUnavailable | HopLeaving | OutOfPages | AdapterNotLoaded):
                 raise failure
             self.routes.on_open_refused(hop.server_id, failure)
-            job.lost.add(hop.server_id, _now_s(), for_good=isinstance(failure, HopLeaving | AdapterNotLoaded))
+            job.lost.add(hop.server_id, time_s(), for_good=isinstance(failure, HopLeaving | AdapterNotLoaded))
             message = failure.message
         # The failure has no address: the hops are excluded already, and the request's step killed no server.
         return HopUnavailable(message)
@@ -376,7 +374,7 @@ class Recovery:
         except NotOpened as refused:
             return self._on_refusal(job, refused)
         numbers = range(len(job.sequences))
-        tasks = [asyncio.ensure_future(self._fill(job, number, job.binding.hop_states(number))) for number in numbers]
+        tasks = [asyncio.ensure_future(self._fill(job, number)) for number in numbers]
         try:
             # If a task fails while this one is cancelled, `gather` would raise the failure instead of CancelledError.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -397,14 +395,14 @@ class Recovery:
         """The lowest position that the recovery, or what follows it, writes on each hop."""
         starts = [min(sequence.position for sequence in job.sequences)] * len(job.binding.chain.hops)
         for number in range(len(job.sequences)):
-            for segment in job.segments(number, job.binding.hop_states(number)):
+            for segment in job.segments(number):
                 for hop in set(segment.hops) - segment.scratch:
                     starts[hop] = min(starts[hop], segment.start)
         return starts
 
-    async def _fill(self, job: _Job, number: int, states: Sequence[HopState]) -> None:
+    async def _fill(self, job: _Job, number: int) -> None:
         sequence, hops = job.sequences[number], job.binding.chain.hops
-        for segment in job.segments(number, states):
+        for segment in job.segments(number):
             method = "tokens" if segment.source == CLIENT else "outputs"
             try:
                 with spans.span("replay", source=method, start=segment.start, end=segment.end):
@@ -416,16 +414,8 @@ class Recovery:
             job.num_recomputed_tokens += num_replayed * len(segment.hops)
 
 
-def _text_now(text: TextDigests, sequence: History) -> TextDigests:
-    return text.followed_by(sequence.inputs(0, sequence.position).token_ids)
-
-
 def _hops_at(job: _Job, address: str) -> Sequence[common_pb2.Hop]:
     return [hop for hop in job.binding.chain.hops if address and hop.address == address]
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class OpenSequences:
@@ -467,6 +457,17 @@ class OpenSequences:
                 return await take_step()
             except CorollaError as failure:
                 await recover(failure)
+
+    def _look_after(self, num_tokens: int, texts: Callable[[], Sequence[TextDigests]]) -> None:
+        """Names standbys for the hops, where that is due.
+
+        Args:
+            num_tokens: how many tokens the sequences have together, or are about to have.
+            texts: gives their known texts; none if these have no names.
+        """
+        binding = self._binding
+        if num_tokens >= binding.standbys.due_at:
+            self._standbys.cover(binding, texts(), num_tokens)
 
     def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
         """The hops that may hold a sequence: the chain's, and servers that took it over from them."""

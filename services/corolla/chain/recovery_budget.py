@@ -22,7 +22,7 @@ from corolla.chassis.errors import (
     RouteUnknown,
     StepFailed,
 )
-from corolla.v1 import common_pb2
+from corolla.planning.numerics import MovedBlocks
 from corolla.wire.span import Span
 
 RECOVERABLE: Final = (
@@ -82,30 +82,6 @@ MAX_DEATHS: Final = 2
 MAX_REPLAY_DEATHS: Final = 4
 """How many deaths of servers during replays end the request. This is more than MAX_DEATHS, since other servers have
 already survived the tokens of a replay."""
-
-
-@dataclass(frozen=True, slots=True)
-class MovedBlocks:
-    """A run of blocks that went from the server with the id `lost` to the one with the id `found`."""
-
-    blocks: Span
-    lost: str
-    found: str
-
-
-def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[MovedBlocks, ...]:
-    """The runs of blocks that have moved from one server to another, in order, each as long as possible.
-
-    Both chains must cover the same blocks.
-    """
-    return tuple(
-        MovedBlocks(Span(max(lost.span.start, found.span.start), end), lost.server_id, found.server_id)
-        for lost in before.hops
-        if lost not in after.hops
-        for found in after.hops
-        if lost.server_id != found.server_id
-        and max(lost.span.start, found.span.start) < (end := min(lost.span.end, found.span.end))
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,34 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from corolla.v1 import blocks_pb2 as pb
+
 CLIENT: Final = -1
 """The source of a segment whose input comes from the token log of the client service or from the library's caller."""
 
 
-@dataclass(frozen=True, slots=True)
-class HopState:
-    """The tokens and outputs of a session that one hop holds.
+def start_for(opened: pb.Opened, position: int) -> int:
+    """The highest position up to `position` that a hop can continue from that has opened a session.
 
-    Attributes:
-        num_held: how many tokens its cache holds, counted from the first token of the text.
-        min_position: the hop can continue from any position in `[min_position, num_held]`, or from 0. For the
-            positions between 0 and `min_position`, its sliding windows have dropped keys that they need.
-        kept_start: the hop has kept its outputs for the tokens `[kept_start, kept_end)`.
-        kept_end: see `kept_start`.
+    It must process the tokens from there to `position` again; where the two are equal, it lacks nothing.
     """
-
-    num_held: int
-    min_position: int = 0
-    kept_start: int = 0
-    kept_end: int = 0
-
-    def start_for(self, position: int) -> int:
-        """The highest position up to `position` that the hop can continue from.
-
-        It must process the tokens from there to `position` again; where the two are equal, it lacks nothing.
-        """
-        start = min(self.num_held, position)
-        return start if start >= self.min_position else 0
+    start = min(opened.num_cached_tokens, position)
+    return start if start >= opened.min_position else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +55,18 @@ class ReplaySegment:
         return sum(1 << (hop - self.first) for hop in self.scratch)
 
 
-def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: bool = True) -> list[ReplaySegment]:
+def plan_segments(states: Sequence[pb.Opened], position: int, *, may_scratch: bool = True) -> list[ReplaySegment]:
     """Plans the segments after whose replay, one after another, every hop holds `position` tokens.
 
     Each segment begins at the nearest source. If that hop found the beginning of the text in its prefix cache, it has
     kept its outputs for the rest only. Then one segment computes the beginning, and the next one has the rest.
 
     Args:
-        states: the states of the chain's hops, in order.
+        states: what the chain's hops answered when they opened the session, in order.
         position: the session's position; tokens that hops hold beyond it do not count.
         may_scratch: whether hops may compute in scratch sessions. Otherwise they compute their own session again.
     """
-    lacks = [state.start_for(position) < position for state in states]
+    lacks = [start_for(state, position) < position for state in states]
     segments: list[ReplaySegment] = []
     for last, lacking in enumerate(lacks):
         if not lacking:
@@ -94,10 +79,10 @@ def plan_segments(states: Sequence[HopState], position: int, *, may_scratch: boo
 
 
 def _nearest(
-    states: Sequence[HopState], lacks: Sequence[bool], last: int, end: int, may_scratch: bool
+    states: Sequence[pb.Opened], lacks: Sequence[bool], last: int, end: int, may_scratch: bool
 ) -> list[ReplaySegment]:
     """The segments that give the hop `last` the tokens before `end`."""
-    start = states[last].start_for(end)
+    start = start_for(states[last], end)
     lacking, scratch = [states[last]], set[int]()
     for source in range(last - 1, CLIENT, -1):
         state = states[source]
@@ -111,7 +96,7 @@ def _nearest(
                 return [*beginning, ReplaySegment(source, source + 1, last, state.kept_start, end, frozenset())]
         if lacks[source]:
             lacking.append(state)
-            start = min(start, state.start_for(end))
+            start = min(start, start_for(state, end))
             if any(start < states[hop].min_position for hop in range(source, last + 1) if lacks[hop]):
                 start = 0
         else:
@@ -120,7 +105,7 @@ def _nearest(
             start = 0
             if may_scratch:
                 scratch.add(source)
-    first_lacking = min(state.start_for(end) for state in lacking)
+    first_lacking = min(start_for(state, end) for state in lacking)
     first_begin = max(1, *(state.min_position for state in lacking))
     begins = range(first_begin, first_lacking + 1) if scratch else range(0)
     return [ReplaySegment(CLIENT, 0, last, start, end, frozenset(scratch), begins)]

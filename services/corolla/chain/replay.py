@@ -83,7 +83,7 @@ class Replayer:
     def _are_cuts_equal(self, binding: ChainBinding, segment: ReplaySegment) -> bool:
         if binding.open_options.adapter is not None:
             return False
-        return all(self._plane.has_equal_cuts(binding.chain.hops[hop].address) for hop in segment.hops)
+        return all(self._plane.welcome(binding.chain.hops[hop].address).cuts_are_equal for hop in segment.hops)
 
     @asynccontextmanager
     async def _scratch(

@@ -8,13 +8,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Final
 
 from corolla.chain.cache_salts import salt_behind
+from corolla.chain.clock import time_s
 from corolla.chain.fetches import Fetches
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.quarantine import LostServers
-from corolla.chain.recovery_plan import HopState
 from corolla.chain.rewinds import Rewinds, without_taken_back
 from corolla.chain.routes import Routes
 from corolla.chain.standby_hops import StandbyHops
@@ -123,7 +124,6 @@ class OpenOptions:
         transient: whether hops also free the session when the client's stream ends.
         lease_ms: how long the hops keep the session without hearing of it; None: the configured lease.
         recorded_chain: the chain of the session's last turn; its hops keep what they hold of the session.
-        record_id: the id under which the router knows the session; empty where it does not.
         only_chain: the chain to open the sessions on, without planning; None: one is planned.
         blocks: the sessions use only these blocks of the planned chain; None: all blocks.
         texts: for each session, the text that it is going to hold as far as it is known; hops may have cached the
@@ -147,7 +147,6 @@ class OpenOptions:
     most_tokens: int = 0
     lease_ms: int | None = None
     recorded_chain: common_pb2.Chain | None = None
-    record_id: str = ""
     only_chain: common_pb2.Chain | None = None
     blocks: Span | None = None
     texts: Sequence[TextDigests] | None = None
@@ -228,13 +227,6 @@ class ChainBinding:
         ends = [max(reply.common_end for reply in on_hop) for on_hop in self.open_replies]
         return {number: start for number, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end}
 
-    def hop_states(self, number: int) -> list[HopState]:
-        """The state of one of the sessions on each hop when the chain was opened."""
-        return [
-            HopState(reply.num_cached_tokens, reply.min_position, reply.kept_start, reply.kept_end)
-            for reply in (on_hop[number] for on_hop in self.open_replies)
-        ]
-
     def raise_epoch(self, positions: Sequence[int]) -> None:
         """Begins the next epoch: late answers in this one do not count. Raises HopUnavailable if none is left.
 
@@ -307,6 +299,11 @@ class Attempts:
         return frozenset(excluded - self.lost.retryable(now_s) if as_last_resort else excluded)
 
 
+def named_hops(chain: common_pb2.Chain) -> list[str]:
+    """The hops of a chain as a trace names them."""
+    return [f"{hop.address} {Span.from_message(hop.span)}" for hop in chain.hops]
+
+
 class NotOpened(Exception):
     """Some hops of a chain did not open the sessions; the others may have."""
 
@@ -349,23 +346,19 @@ class Reservations:
             NoChain, OutOfPages, HopUnavailable, QueueFull: nothing stays allocated.
             InvalidRequest: the prompts are too large for a hop.
         """
-        clock = asyncio.get_running_loop().time
-        give_up_s = min(until_s, clock() + self.limits.recovery_patience_s)
+        give_up_s = min(until_s, time_s() + self.limits.recovery_patience_s)
         for _ in range(_MAX_WAITS):
             try:
                 return await self._reserve(identities, open_options, until_s, give_up_s)
             except OutOfPages as failure:
                 pause_s = random.uniform(0, LONGEST_BUSY_PAUSE_S)
-                is_too_late = clock() + pause_s >= give_up_s
-                if isinstance(failure, NoAdapterRoom) or is_too_late or not self._may_share(identities, open_options):
+                if isinstance(failure, NoAdapterRoom) or time_s() + pause_s >= give_up_s:
+                    raise
+                num_tokens = open_options.max_tokens * len(identities)
+                if not self.routes.needs_text_in_common(num_tokens, self.held(open_options)):
                     raise
             await asyncio.sleep(pause_s)
         return await self._reserve(identities, open_options, until_s, give_up_s)
-
-    def _may_share(self, identities: Sequence[SessionIdentity], open_options: OpenOptions) -> bool:
-        """Servers have room for the sessions once what others begin with is there, and not before."""
-        num_tokens = open_options.max_tokens * len(identities)
-        return self.routes.needs_text_in_common(num_tokens, self._held(open_options))
 
     async def _reserve(
         self, identities: Sequence[SessionIdentity], open_options: OpenOptions, until_s: float, give_up_s: float
@@ -373,9 +366,8 @@ class Reservations:
         """Opens sessions as `reserve` does, without waiting for pages of others."""
         if trace := trace_headers():
             open_options = replace(open_options, trace=trace)
-        clock = asyncio.get_running_loop().time
         attempts = Attempts(self.limits.recovery_patience_s)
-        held = self._held(open_options)
+        held = self.held(open_options)
         while True:
             try:
                 chain = open_options.only_chain or await self._choose(
@@ -395,11 +387,11 @@ class Reservations:
             except NotOpened as refused:
                 failures, is_for_now = refused.failures, refused.is_for_now
             self._undo(identities, open_options, chain)
-            attempts.record(failures, clock())
+            attempts.record(failures, time_s())
             for hop, failure in failures:
                 self.routes.on_open_refused(hop.server_id, failure)
             hard = [failure for _, failure in failures if not isinstance(failure, _AVOIDABLE)]
-            has_had_enough = attempts.num_refused == _MAX_REFUSALS or clock() >= give_up_s
+            has_had_enough = attempts.num_refused == _MAX_REFUSALS or time_s() >= give_up_s
             if hard or has_had_enough or open_options.only_chain is not None:
                 raise (hard or [failure for _, failure in failures])[0]
             reason = getattr(failures[0][1], "reason", "INTERNAL")
@@ -407,7 +399,7 @@ class Reservations:
             if is_for_now:
                 await asyncio.sleep(random.uniform(0, LONGEST_BUSY_PAUSE_S))
 
-    def _held(self, open_options: OpenOptions) -> Mapping[str, int]:
+    def held(self, open_options: OpenOptions) -> Mapping[str, int]:
         """How many of the first text's tokens servers may hold, by id; empty if that does not matter."""
         texts = open_options.named_texts
         if not texts or open_options.only_chain is not None:
@@ -426,23 +418,14 @@ class Reservations:
         if not held or not open_options.may_fetch(len(identities)) or chain.mixes_numerics:
             return []
         (text,) = open_options.named_texts
-        salts = hop_salts(chain, open_options.cache_salt, self.limits)
         fetches = Fetches(self.routes, self.plane)
 
         async def fetch(hop: common_pb2.Hop) -> bool:
             async def open_on(server: common_pb2.Hop, num_tokens: int, transfer_id: bytes) -> pb.Opened:
-                options = replace(open_options, transient=True)
-                if not transfer_id:
-                    # A server never finds the last token of a text, since it has to compute something.
-                    options = replace(options, max_tokens=min(num_tokens + 1, len(text)))
-                (opened,) = await self._open_on(
-                    server, identities, options, salts[hop.server_id],
-                    write_start=0 if transfer_id else ALL_TOKENS, keep_activations=False, samples=False,
-                    transfer_ids=[transfer_id] if transfer_id else [], only_cached=not transfer_id,
-                )  # fmt: skip
-                if isinstance(opened, BaseException):
-                    raise opened
-                return opened[0]
+                # A server never finds the last token of a text, since it has to compute something.
+                most = open_options.max_tokens if transfer_id else min(num_tokens + 1, len(text))
+                options, transfer_ids = replace(open_options, max_tokens=most), [transfer_id] if transfer_id else []
+                return (await self.open_copy(server, hop, identities, options, chain, transfer_ids))[0]
 
             return await fetches.fetch(hop, chain, identities[0], held, open_on, until_s)
 
@@ -456,23 +439,15 @@ class Reservations:
 
         Raises NotOpened where a hop failed: the caller then has to free the sessions on the hops that did open them.
         """
+        starts = dict.fromkeys(range(len(chain.hops)), open_options.write_start)
         with spans.span("open") as span:
             if span.is_sampled:
-                span.note(
-                    hops=[f"{hop.address} {Span.from_message(hop.span)}" for hop in chain.hops],
-                    epoch=identities[0].epoch,
-                )
-            return await self._open(identities, open_options, chain)
-
-    async def _open(
-        self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain
-    ) -> ChainBinding:
-        starts = dict.fromkeys(range(len(chain.hops)), open_options.write_start)
-        try:
-            opened = list((await self._open_hops(identities, open_options, chain, starts)).values())
-        except asyncio.CancelledError:
-            self._undo(identities, open_options, chain)
-            raise
+                span.note(hops=named_hops(chain), epoch=identities[0].epoch)
+            try:
+                opened = await self._open_hops(identities, open_options, chain, starts)
+            except asyncio.CancelledError:
+                self._undo(identities, open_options, chain)
+                raise
         # The hops find pages of the prompt from now on, at the latest when they have computed it.
         self.remember(chain, open_options, *open_options.named_texts)
         return ChainBinding(
@@ -480,8 +455,9 @@ class Reservations:
             chain,
             # What is fetched counts once: a server that comes back is empty, or holds tokens that were taken back.
             replace(open_options, fetched=()),
-            max_step_tokens=min(max_tokens for on_hop in opened for _, max_tokens in on_hop),
-            open_replies=[[reply for reply, _ in on_hop] for on_hop in opened],
+            # A hop that is gone already takes no step.
+            min(filter(None, (self.plane.welcome(hop.address).max_tokens_per_frame for hop in chain.hops)), default=1),
+            open_replies=list(opened.values()),
             standbys=StandbyHops(num_placed=self._num_placed),
         )
 
@@ -511,10 +487,9 @@ class Reservations:
             NotOpened: a hop has no room for pages of their own.
         """
         chain = binding.chain
-        self._take_back(binding.identities, [chain.hops[number] for number in starts])
+        self.truncate(binding.identities, [chain.hops[number] for number in starts])
         options = replace(binding.open_options, recorded_chain=chain)
-        opened = await self._open_hops(binding.identities, options, chain, starts)
-        replies = {number: [reply for reply, _ in on_hop] for number, on_hop in opened.items()}
+        replies = await self._open_hops(binding.identities, options, chain, starts)
         binding.open_replies = [replies.get(number, each) for number, each in enumerate(binding.open_replies)]
         binding.write_start = min(binding.write_start, *starts.values())
         if still := binding.before_common_end([starts.get(number, ALL_TOKENS) for number in range(len(chain.hops))]):
@@ -527,11 +502,10 @@ class Reservations:
         open_options: OpenOptions,
         chain: common_pb2.Chain,
         starts: Mapping[int, int],
-    ) -> dict[int, list[tuple[pb.Opened, int]]]:
+    ) -> dict[int, list[pb.Opened]]:
         """Opens sessions on those hops of a chain whose numbers `starts` maps to the position of their first write.
 
-        Returns:
-            By the number of the hop, its answers and the most tokens of its steps.
+        Returns the answers of each hop, by its number.
         """
         last = len(chain.hops) - 1
         salts = hop_salts(chain, open_options.cache_salt, self.limits)
@@ -572,45 +546,37 @@ class Reservations:
         Raises:
             NotOpened: a hop failed; the others may have opened the session.
         """
-        opened = await self._open_hops(
-            [identity], open_options, chain, dict.fromkeys(numbers, open_options.write_start)
-        )
-        replies = [reply for on_hop in opened.values() for reply, _ in on_hop]
+        starts = dict.fromkeys(numbers, open_options.write_start)
+        replies = [reply for (reply,) in (await self._open_hops([identity], open_options, chain, starts)).values()]
         position = min(reply.num_cached_tokens for reply in replies)
         return position if position >= max(reply.min_position for reply in replies) else 0
 
-    async def open_standby(
+    async def open_copy(
         self,
-        binding: ChainBinding,
-        standby: common_pb2.Hop,
+        server: common_pb2.Hop,
         hop: common_pb2.Hop,
-        texts: Sequence[TextDigests],
-        transfer_ids: Sequence[bytes],
+        identities: Sequence[SessionIdentity],
+        open_options: OpenOptions,
+        chain: common_pb2.Chain,
+        transfer_ids: Sequence[bytes] = (),
     ) -> list[pb.Opened]:
-        """Opens the sessions of a chain on a standby of one of its hops.
+        """Opens the sessions of a chain on a server that has, or is going to have, what one of its hops holds of them.
 
         Args:
-            texts: the known texts of the sessions; empty if these have no names.
-            transfer_ids: the ids of the transfers that fill the sessions there.
+            transfer_ids: the ids of the transfers that fill the sessions there; empty: it gives what it has cached.
 
         Raises:
-            CorollaError: the standby refused a session; it may hold others.
+            CorollaError: the server refused a session; it may hold others.
         """
-        options = binding.open_options
         opened = await self._open_on(
-            standby,
-            binding.identities,
-            replace(options, transient=True, texts=texts),
-            hop_salts(binding.chain, options.cache_salt, self.limits).get(hop.server_id),
-            write_start=0,
-            keep_activations=False,
-            samples=False,
-            transfer_ids=transfer_ids,
-        )
+            server, identities, replace(open_options, transient=True),
+            hop_salts(chain, open_options.cache_salt, self.limits).get(hop.server_id),
+            write_start=0 if transfer_ids else ALL_TOKENS, transfer_ids=transfer_ids, only_cached=not transfer_ids,
+        )  # fmt: skip
         for each in opened:
             if isinstance(each, BaseException):
                 raise each
-        return [each[0] for each in opened if not isinstance(each, BaseException)]
+        return [each for each in opened if not isinstance(each, BaseException)]
 
     def remember(
         self,
@@ -628,18 +594,26 @@ class Reservations:
         """
         if not chain.mixes_numerics:
             holders = (*chain.hops, *standbys)
-            server_ids = [hop.server_id for hop in holders if self.plane.page_tokens(hop.address)]
+            server_ids = [hop.server_id for hop in holders if self.plane.welcome(hop.address).page_tokens]
             for text in texts:
                 self.routes.beginnings.remember(text, open_options.beginning_salt, server_ids)
 
     def truncate(
-        self, identities: Sequence[SessionIdentity], hop: common_pb2.Hop, positions: Mapping[bytes, int]
+        self,
+        identities: Sequence[SessionIdentity],
+        hops: Iterable[common_pb2.Hop],
+        positions: Mapping[bytes, int] | None = None,
     ) -> None:
-        """Makes a hop forget the tokens from a position of each session on; an open that follows finds those before."""
-        for each in identities:
-            position = positions.get(each.session_id, 0)
-            forget = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=position)
-            self.plane.notify(hop.address, forget)
+        """Makes hops forget the tokens from a position of each session on; an open that follows finds those before.
+
+        Without positions, an open is taken back: the hops keep what they hold of the sessions.
+        """
+        for hop, each in product(hops, identities):
+            position = ALL_TOKENS if positions is None else positions.get(each.session_id, 0)
+            truncate = pb.Truncate(
+                session_id=each.session_id, epoch=each.epoch, position=position, idle=positions is None
+            )
+            self.plane.notify(hop.address, truncate)
 
     def give_back(self, identities: Sequence[SessionIdentity], hops: Sequence[common_pb2.Hop]) -> None:
         """Frees sessions on some hops. A hop that has opened a session in a later epoch keeps it."""
@@ -664,18 +638,15 @@ class Reservations:
         async def plan(now_s: float, *, as_last_resort: bool) -> common_pb2.Chain:
             excluded_ids = attempts.excluded(now_s, as_last_resort=as_last_resort)
             num_tokens = open_options.max_tokens * num_sessions
-            if open_options.recorded_chain is not None:
+            if (recorded := open_options.recorded_chain) is not None:
                 # The hops of the last turn that still exist stay in the chain, with what they hold of the session.
-                chain = await self.routes.replan_recorded(
-                    open_options.recorded_chain, excluded_ids, num_tokens=num_tokens
-                )
+                chain = self.routes.replan_recorded(recorded, excluded_ids, num_tokens=num_tokens, held=held)
                 if chain is not None:
                     return chain
             texts = open_options.named_texts
             most_tokens = open_options.most_tokens or open_options.max_tokens
             chain = await self.routes.plan(
                 num_tokens=num_tokens,
-                record_id=open_options.record_id,
                 blocks=open_options.blocks,
                 excluded_ids=excluded_ids,
                 are_some_full=bool(attempts.too_full),
@@ -685,11 +656,10 @@ class Reservations:
                 may_fetch=open_options.may_fetch(num_sessions),
                 new_tokens=most_tokens - len(texts[0]) if texts else math.inf,
             )
-            recorded = open_options.recorded_chain
             return chain if recorded is None else self.routes.continued(recorded, chain)
 
         while True:
-            now_s = asyncio.get_running_loop().time()
+            now_s = time_s()
             try:
                 return await plan(now_s, as_last_resort=False)
             except (NoChain, RouterUnavailable, StoreUnavailable) as failure:
@@ -701,7 +671,7 @@ class Reservations:
                 may_succeed = (
                     attempts.lost.may_return(now_s) or self.routes.is_settling or 0 < ready_in_s < waits_until_s - now_s
                 )
-                if asyncio.get_running_loop().time() >= waits_until_s or not may_succeed:
+                if time_s() >= waits_until_s or not may_succeed:
                     raise first_failure from None
             await self.routes.wait_for_update(waits_until_s)
 
@@ -713,11 +683,11 @@ class Reservations:
         salt: bytes | None,
         *,
         write_start: int,
-        keep_activations: bool,
-        samples: bool,
+        keep_activations: bool = False,
+        samples: bool = False,
         transfer_ids: Sequence[bytes] = (),
         only_cached: bool = False,
-    ) -> list[tuple[pb.Opened, int] | BaseException]:
+    ) -> list[pb.Opened | BaseException]:
         """Opens sessions on one server, which they write to from `write_start` on.
 
         `salt` is the salt of their texts' digests there; None: they get no names.
@@ -726,7 +696,7 @@ class Reservations:
         # Prompts may be large, so the send queue holds those of only one session at a time.
         turn = contextlib.nullcontext() if open_options.prompts is None else asyncio.Lock()
 
-        async def open_one(number: int) -> tuple[pb.Opened, int]:
+        async def open_one(number: int) -> pb.Opened:
             async with turn:
                 welcome = await self.plane.connect(hop.address)
                 if not Span.from_message(welcome.span).covers(Span.from_message(hop.span)):
@@ -769,14 +739,7 @@ class Reservations:
     def _undo(self, identities: Sequence[SessionIdentity], open_options: OpenOptions, chain: common_pb2.Chain) -> None:
         """Undoes an open that failed in part: frees the sessions on new hops; hops of the last turn keep theirs."""
         self.give_back(identities, [hop for hop in chain.hops if not open_options.resumes(hop)])
-        self._take_back(identities, filter(open_options.resumes, chain.hops))
-
-    def _take_back(self, identities: Sequence[SessionIdentity], hops: Iterable[common_pb2.Hop]) -> None:
-        """Takes an open back: the hops keep what they hold of the sessions."""
-        for hop in hops:
-            for each in identities:
-                keep = pb.Truncate(session_id=each.session_id, epoch=each.epoch, position=ALL_TOKENS, idle=True)
-                self.plane.notify(hop.address, keep)
+        self.truncate(identities, filter(open_options.resumes, chain.hops))
 
 
 def _describe_prompts(request: pb.Open, number: int, open_options: OpenOptions) -> Buffer:

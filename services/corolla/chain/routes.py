@@ -1,6 +1,5 @@
 """Chooses the hops of a session: a whole chain, or replacements for hops that were lost."""
 
-import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from corolla.chain.beginnings import Beginnings
+from corolla.chain.clock import time_s
 from corolla.chain.control import ControlPlane
 from corolla.chain.loop_turns import LoopTurns
 from corolla.chain.placement import PlacementWatch
@@ -75,7 +75,7 @@ class Routes:
     """Plans chains, and remembers which servers failed lately.
 
     Chains and replacements are planned here, from the placement that was pushed last, so neither a new session nor a
-    recovery needs a router. A router is asked for the chain of a recorded session, and if the placement has no chain.
+    recovery needs a router. A router is asked if the placement has no chain.
 
     Attributes:
         turns: spreads what many sessions begin at the same moment, since their server died, or a placement came for
@@ -110,7 +110,7 @@ class Routes:
 
     def avoid(self, server_id: str, cause: QuarantineCause = "step") -> None:
         """Leaves a server out for a while, and reports it to the router, so that other clients leave it out, too."""
-        if self.quarantine.add(server_id, asyncio.get_running_loop().time()):
+        if self.quarantine.add(server_id, time_s()):
             self._on_quarantine(cause)
             self._tasks.start(self._report_server(server_id), "report of a server")
 
@@ -119,7 +119,7 @@ class Routes:
 
         The first one says so in its heartbeats (`block_server/meetings`), so that other clients learn of it, too.
         """
-        self._broken.add((reporter_id, server_id), asyncio.get_running_loop().time())
+        self._broken.add((reporter_id, server_id), time_s())
 
     def apart_from(self, server_ids: Collection[str]) -> frozenset[str]:
         """The servers that one of these does not reach."""
@@ -168,8 +168,7 @@ class Routes:
         self,
         *,
         num_tokens: int,
-        record_id: str,
-        blocks: Span | None,
+        blocks: Span | None = None,
         excluded_ids: Collection[str] = (),
         are_some_full: bool = False,
         asks_router: bool = True,
@@ -177,17 +176,16 @@ class Routes:
         may_fetch: bool = False,
         new_tokens: float = math.inf,
     ) -> common_pb2.Chain:
-        """Plans a chain: that of a recorded session if its servers still live, otherwise the cheapest.
+        """Plans the cheapest chain.
 
         A server that failed lately is used if there is no chain without it, since it may be back.
 
         Args:
             num_tokens: every hop needs pages for this many tokens.
-            record_id: the id under which the router knows the session; empty if it does not.
             blocks: the chain is cut to these blocks; None: all blocks.
             excluded_ids: servers that have no room for the request, or failed it just now.
             are_some_full: whether some of the excluded servers have no room.
-            asks_router: whether to ask the router; otherwise only the placement that was pushed last counts.
+            asks_router: whether to ask the router if the placement that was pushed last has no chain.
             held: how many of the text's first tokens servers may hold, by id.
             may_fetch: whether hops may get these tokens from servers that hold them.
             new_tokens: the most tokens of the answer.
@@ -197,24 +195,21 @@ class Routes:
         """
         excluded_ids = frozenset(excluded_ids) | self._leaving
         excluded = excluded_ids | self._quarantined()
-        # Only a router knows the chain of a recorded session.
-        chain = None
-        if not (record_id and asks_router):
-            chain = self._plan_by_snapshot(
-                num_tokens, excluded, held, self._givers(held) if may_fetch else (), new_tokens
-            )
-        if chain is None:
+        givers = self._givers(held) if may_fetch else ()
+        session = replace(self._session(num_tokens, excluded, held), givers=givers, new_tokens=new_tokens)
+        if (chain := self._plan_by_snapshot(session)) is None:
             try:
                 if not asks_router:
                     raise NoChain("no server holds some blocks")
-                chain = await self._plan_by_router(num_tokens, record_id, excluded)
+                chain = await self._plan_by_router(num_tokens, excluded)
             except (RouterUnavailable, StoreUnavailable, ModelNotFound, NoChain) as failure:
                 # The router or its store is gone, or the store has lost its data: the last snapshot may have a chain.
-                chain = self._plan_by_snapshot(num_tokens, excluded) or self._plan_by_snapshot(num_tokens, excluded_ids)
+                sessions = (self._session(num_tokens, each) for each in (excluded, excluded_ids))
+                chain = next(filter(None, map(self._plan_by_snapshot, sessions)), None)
                 if chain is None:
                     raise self._no_chain(failure, are_some_full=are_some_full) from None
         chain = with_numerics(_cut(chain, blocks), self._indexed().placed)
-        self._bookings.book(chain.hops, num_tokens, asyncio.get_running_loop().time())
+        self._bookings.book(chain.hops, num_tokens, time_s())
         return chain
 
     def needs_text_in_common(self, num_tokens: int, held: Mapping[str, int]) -> bool:
@@ -230,14 +225,11 @@ class Routes:
             return False
 
         def said(server_id: str) -> Booked:
-            return replace(alone.booked(server_id), num_tokens=self._bookings.num_taken_tokens(server_id))
+            return replace(session.booked(server_id), num_tokens=self._bookings.num_taken_tokens(server_id))
 
-        alone = self._session(num_tokens, self._avoided(), held)
-        in_common = replace(alone, booked=said, held_in_common=True)
-        return (
-            self._plan_with_room(replace(in_common, held_in_common=False)) is None
-            and self._plan_with_room(in_common) is not None
-        )
+        session = self._session(num_tokens, self._avoided(), held)
+        alone, in_common = (replace(session, booked=said, held_in_common=each) for each in (False, True))
+        return self._plan_with_room(alone) is None and self._plan_with_room(in_common) is not None
 
     @property
     def is_settling(self) -> bool:
@@ -283,14 +275,12 @@ class Routes:
     def ready_in_s(self, lost: Collection[str] = ()) -> float:
         """The seconds until each block has a server; see `planning.ready_in`."""
         servers = self._placement.servers
-        late = self._promises.late(servers, asyncio.get_running_loop().time())
+        late = self._promises.late(servers, time_s())
         return ready_in_seconds(servers, self._num_blocks, self._fingerprint, late.union(lost))
 
     async def wait_for_update(self, until_s: float) -> None:
         """Returns when another plan may succeed: after a push or half a second, and hardly later than at `until_s`."""
-        await self._placement.wait_for_update(
-            max(0.0, min(_RETRY_INTERVAL_S, until_s - asyncio.get_running_loop().time()))
-        )
+        await self._placement.wait_for_update(max(0.0, min(_RETRY_INTERVAL_S, until_s - time_s())))
         await self.turns.next()
 
     def may_gain_server(self, lost: Collection[str]) -> bool:
@@ -300,30 +290,21 @@ class Routes:
             return True
         return bool(self._quarantined().difference(lost, (each.server.server_id for each in placed)))
 
-    async def _plan_by_router(self, num_tokens: int, record_id: str, excluded: frozenset[str]) -> common_pb2.Chain:
-        plan = partial(self._control.plan_chain, fingerprint=self._fingerprint, session_id=record_id, excluded=excluded)
+    async def _plan_by_router(self, num_tokens: int, excluded: frozenset[str]) -> common_pb2.Chain:
         try:
-            planned = await plan(num_tokens=num_tokens)
+            planned = await self._control.plan_chain(self._fingerprint, num_tokens, excluded)
         except OutOfPages:
             # The router's page counts are as old as the last heartbeat, so the plan ignores them, and the hops decide.
-            planned = await plan(num_tokens=0)
+            planned = await self._control.plan_chain(self._fingerprint, 0, excluded)
         return planned.chain
 
-    def _plan_by_snapshot(
-        self,
-        num_tokens: int,
-        excluded: Collection[str],
-        held: Mapping[str, int] = MappingProxyType({}),
-        givers: Sequence[Candidate] = (),
-        new_tokens: float = math.inf,
-    ) -> common_pb2.Chain | None:
+    def _plan_by_snapshot(self, session: PlannedSession) -> common_pb2.Chain | None:
         # Only the server knows whether running sessions hold the text, too, so that it takes no room.
-        for wanted_tokens, in_common in ((num_tokens, False), (num_tokens, True), (0, False)):
-            if in_common and not held:
+        for num_tokens, in_common in ((session.num_tokens, False), (session.num_tokens, True), (0, False)):
+            if in_common and not session.held:
                 continue
-            session = self._session(wanted_tokens, excluded, held)
-            session = replace(session, givers=givers, new_tokens=new_tokens, held_in_common=in_common)
-            if (chain := self._plan_with_room(session)) is not None:
+            wanted = replace(session, num_tokens=num_tokens, held_in_common=in_common)
+            if (chain := self._plan_with_room(wanted)) is not None:
                 return chain
         return None
 
@@ -368,29 +349,32 @@ class Routes:
             return NoChain(text, metadata=failure.metadata, retry_after_s=min(ready_in_s, _MOST_RETRY_S))
         return failure
 
-    async def replan_recorded(
-        self, recorded: common_pb2.Chain, excluded_ids: Collection[str], *, num_tokens: int
+    def replan_recorded(
+        self,
+        recorded: common_pb2.Chain,
+        excluded_ids: Collection[str],
+        *,
+        num_tokens: int,
+        held: Mapping[str, int] = MappingProxyType({}),
     ) -> common_pb2.Chain | None:
         """The chain of a session's last turn, with other servers in place of the hops that are gone or excluded.
 
-        Hops that failed lately stay if no other server can take their place. Returns None if no hop has to be replaced,
-        no hop would stay, or no replacement is found.
+        Hops that failed lately stay if no other server can take their place. Returns None if no hop would stay, or no
+        replacement is found.
         """
         apart = self._apart().among([hop.server_id for hop in recorded.hops])
         gone = {hop.server_id for hop in recorded.hops if self._is_gone(hop) or hop.server_id in excluded_ids}
         may_stay = (gone & self._quarantined()).difference(excluded_ids)
         if not gone and apart is not None:
             gone = may_stay = {apart[1]}
-        if not gone or (len(gone) == len(recorded.hops) and not may_stay):
+        if len(gone) == len(recorded.hops) and not may_stay:
             return None
+        if not gone:
+            self._bookings.book(recorded.hops, num_tokens, time_s())
+            return self.continued(recorded, recorded)
+        wanted = self._session(num_tokens, (), held)
         try:
-            return await self.replace_lost(
-                recorded,
-                gone.union(excluded_ids),
-                num_tokens=num_tokens,
-                patience_s=0,
-                retryable=lambda now_s: may_stay,
-            )
+            return self._replace_now(recorded, gone.union(excluded_ids), wanted, may_stay=may_stay)
         except CorollaError:
             return None
 
@@ -404,10 +388,12 @@ class Routes:
         until_s: float = math.inf,
         retryable: Callable[[float], Collection[str]] = lambda now_s: (),
         standbys: Mapping[str, common_pb2.Hop] = MappingProxyType({}),
+        held: Mapping[str, int] = MappingProxyType({}),
     ) -> common_pb2.Chain:
         """The chain with other servers in place of the lost ones. The new hops may split the blocks differently.
 
         Args:
+            held: how many of the text's first tokens servers may hold, by id.
             standbys: the hops that take the places of lost ones if they can, by the ids of these.
             num_tokens: replacements with pages for this many tokens are preferred.
             patience_s: how long to wait for a replacement to appear; longer if servers join (`planning.ready_in`).
@@ -417,16 +403,12 @@ class Routes:
         Raises:
             NoChain: no replacement appeared.
         """
-        clock = asyncio.get_running_loop().time
-        patient_until_s = clock() + patience_s
+        patient_until_s = time_s() + patience_s
         while True:
+            now_s, wanted = time_s(), self._session(num_tokens, (), held)
             try:
-                return self._replace_now(chain, lost, num_tokens, standbys)
+                return self._replace_now(chain, lost, wanted, standbys, retryable(now_s))
             except CorollaError:
-                now_s = clock()
-                with contextlib.suppress(CorollaError):
-                    if may_stay := frozenset(retryable(now_s)):
-                        return self._replace_now(chain, lost, num_tokens, standbys, may_stay)
                 ready_in_s = self.ready_in_s(lost) if patience_s else math.inf
                 give_up_s = waits_until(patient_until_s, ready_in_s, now_s, until_s)
                 if now_s >= give_up_s:
@@ -440,24 +422,35 @@ class Routes:
         self,
         chain: common_pb2.Chain,
         lost: Collection[str],
-        num_tokens: int,
-        standbys: Mapping[str, common_pb2.Hop],
+        wanted: PlannedSession,
+        standbys: Mapping[str, common_pb2.Hop] = MappingProxyType({}),
         may_stay: Collection[str] = (),
     ) -> common_pb2.Chain:
+        """The chain with other servers in place of the lost ones; if there are none, some of the lost ones may stay."""
         working = [hop for hop in chain.hops if hop.server_id not in lost]
-        lost = frozenset(lost).difference(may_stay)
         usable = {server_id: hop for server_id, hop in standbys.items() if self.may_use(hop)}
+        whole = self._numerics_of(chain, chain.hops)
+
+        def without(lost: Collection[str]) -> Sequence[common_pb2.Hop]:
+            try:
+                hops = self._fill_gaps(chain, lost, wanted, usable)
+            except (NoChain, OutOfPages):
+                # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
+                hops = self._replacements(whole, lost, wanted)
+            if self._has_pair(hops, working):
+                with contextlib.suppress(NoChain, OutOfPages):
+                    others = self._replacements(whole, lost, wanted)
+                    return hops if self._has_pair(others, working) else others
+            return hops
+
         try:
-            hops = self._fill_gaps(chain, lost, num_tokens, usable)
+            hops = without(lost)
         except (NoChain, OutOfPages):
-            # If spans overlap, a server that stays may have to take more blocks; it then gets all tokens again.
-            hops = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
-        if self._has_pair(hops, working):
-            with contextlib.suppress(NoChain, OutOfPages):
-                others = self._replacements(self._numerics_of(chain, chain.hops), lost, num_tokens)
-                hops = hops if self._has_pair(others, working) else others
+            if not may_stay:
+                raise
+            hops = without(frozenset(lost).difference(may_stay))
         fresh = [hop for hop in hops if hop not in chain.hops]
-        self._bookings.book(fresh, num_tokens, asyncio.get_running_loop().time())
+        self._bookings.book(fresh, wanted.num_tokens, time_s())
         return self.continued(chain, common_pb2.Chain(hops=hops, fingerprint=chain.fingerprint))
 
     def continued(self, before: common_pb2.Chain, after: common_pb2.Chain) -> common_pb2.Chain:
@@ -465,7 +458,11 @@ class Routes:
         return continued(before, after, self._indexed().placed)
 
     def _fill_gaps(
-        self, chain: common_pb2.Chain, lost: Collection[str], num_tokens: int, standbys: Mapping[str, common_pb2.Hop]
+        self,
+        chain: common_pb2.Chain,
+        lost: Collection[str],
+        wanted: PlannedSession,
+        standbys: Mapping[str, common_pb2.Hop],
     ) -> Sequence[common_pb2.Hop]:
         """The chain's remaining hops, unchanged, with their standbys or other servers in the gaps."""
         filled = [standbys.get(hop.server_id, hop) if hop.server_id in lost else hop for hop in chain.hops]
@@ -476,7 +473,7 @@ class Routes:
             neighbours = list(run)
             if is_lost:
                 gap = self._numerics_of(chain, neighbours)
-                hops.extend(self._replacements(gap, staying | set(lost), num_tokens, self.apart_from(staying)))
+                hops.extend(self._replacements(gap, staying | set(lost), wanted, self.apart_from(staying)))
                 staying.update(hop.server_id for hop in hops)
             else:
                 hops.extend(neighbours)
@@ -491,7 +488,7 @@ class Routes:
         self,
         gap: Sequence[tuple[Span, Numerics]],
         excluded: Collection[str],
-        num_tokens: int,
+        wanted: PlannedSession,
         apart: Collection[str] = (),
     ) -> Sequence[common_pb2.Hop]:
         """Hops for a gap: servers with room that have not failed lately; failing that, any that are not excluded.
@@ -502,10 +499,10 @@ class Routes:
             apart: servers that do not reach all hops that stay; they are like those that failed lately.
         """
         avoided = self._avoided().union(excluded, apart)
-        for wanted_tokens in (num_tokens, 0):
+        for num_tokens in (wanted.num_tokens, 0):
             with contextlib.suppress(NoChain, OutOfPages):
-                return self._plan(self._session(wanted_tokens, avoided), gap, suspects=False)
-        return self._plan(self._session(0, excluded), gap)
+                return self._plan(replace(wanted, num_tokens=num_tokens, excluded=avoided), gap, suspects=False)
+        return self._plan(replace(wanted, num_tokens=0, excluded=excluded), gap)
 
     def _plan(
         self, session: PlannedSession, gap: Sequence[tuple[Span, Numerics]], *, suspects: bool = True
@@ -528,9 +525,8 @@ class Routes:
         excluded: Collection[str],
         held: Mapping[str, int] = MappingProxyType({}),
     ) -> PlannedSession:
-        now_s = asyncio.get_running_loop().time()
-        booked = partial(self._bookings.booked, now_s=now_s)
-        return PlannedSession(num_tokens, excluded, booked, held, apart=self._apart())
+        booked = partial(self._bookings.booked, now_s=time_s())
+        return PlannedSession(num_tokens, excluded, booked, held, held_in_common=False, apart=self._apart())
 
     def _givers(self, held: Iterable[str]) -> Sequence[Candidate]:
         """The servers that may give others what they hold of a text; full ones are among them."""
@@ -543,7 +539,7 @@ class Routes:
         if self._index is None or self._index.state != state:
             placed = self._placement.by_id
             servers = list(placed.values())
-            self._bookings.hear(servers, asyncio.get_running_loop().time())
+            self._bookings.hear(servers, time_s())
             ready = in_turn(candidates(servers, fingerprint=self._fingerprint), self._placement.turn)
             self._index = _Index(
                 state,
@@ -564,7 +560,7 @@ class Routes:
 
     def _apart(self) -> Apart:
         """Returns the pairs that servers name as apart, and those whose link was found broken here lately."""
-        lately = self._broken.active(asyncio.get_running_loop().time())
+        lately = self._broken.active(time_s())
         known = self._indexed().apart
         return Apart(lately, known) if lately else known
 
@@ -574,7 +570,7 @@ class Routes:
         return self._apart().among([hop.server_id for hop in hops], staying) is not None
 
     def _quarantined(self) -> frozenset[str]:
-        return self.quarantine.active(asyncio.get_running_loop().time())
+        return self.quarantine.active(time_s())
 
     def _avoided(self) -> frozenset[str]:
         return self._quarantined() | self._leaving

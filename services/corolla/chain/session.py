@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from corolla.chain.beginnings import named_beginnings
+from corolla.chain.clock import time_s
 from corolla.chain.history import TokenHistory
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.lateness import TICK_S, TokenWaits
@@ -87,10 +88,7 @@ class ChainSession(OpenSequences):
 
     @property
     def open_identity(self) -> SessionIdentity:
-        """The identity under which every hop last opened the session.
-
-        Its epoch is earlier than that of `identity` while the session is opened again.
-        """
+        """The identity under which every hop last opened the session, in an earlier epoch while it is opened again."""
         return self._binding.open_identities[0]
 
     @property
@@ -116,7 +114,7 @@ class ChainSession(OpenSequences):
     @property
     def has_draft_model(self) -> bool:
         """The hop that chooses the tokens drafts with a small model."""
-        return self._plane.has_draft_model(self.chain.hops[-1].address)
+        return self._plane.welcome(self.chain.hops[-1].address).has_draft_model
 
     @property
     def num_reserved_tokens(self) -> int:
@@ -153,13 +151,12 @@ class ChainSession(OpenSequences):
             token_ids: the text; its last token is always left to be processed.
             num_past_tokens: how many tokens of the text the session processed in earlier turns.
         """
-        states = self._binding.hop_states(0)
-        position = min(num_past_tokens, max(state.num_held for state in states))
+        position = min(num_past_tokens, max(reply.num_cached_tokens for (reply,) in self._binding.open_replies))
         if position <= self.num_cached_tokens:
             self._history.append(token_ids[: self.num_cached_tokens], is_prompt=True)
             return
         self._history.append(token_ids[:position], is_prompt=True)
-        await self._recovery.fill(self._binding, self._history, states, self._budget)
+        await self._recovery.fill(self._binding, self._history, self._budget)
 
     async def prefill(
         self,
@@ -180,13 +177,13 @@ class ChainSession(OpenSequences):
         if not token_ids:
             raise InternalError("a prompt must have at least one token")
         start = self.position
-        self._cover(start + len(token_ids))
+        self._look_after(start + len(token_ids), self._known_texts)
         with spans.span("prefill", position=start, tokens=len(token_ids)):
             rounds = await self._with_recovery(
                 lambda: self._send_prompt(token_ids[self.position - start :], waits=waits, readout=readout),
                 self._recover,
             )
-        self._first_token = None if waits else (_now_s(), self.position)
+        self._first_token = None if waits else (time_s(), self.position)
         self._read(rounds.sampled, reader)
 
     async def read_out(self, token_ids: Sequence[int], readout: PromptReadout) -> None:
@@ -233,7 +230,7 @@ class ChainSession(OpenSequences):
             How many draft tokens were checked, and how many tokens the reader took, at least one.
         """
         newest_id = self._newest_id
-        self._cover(self.position)
+        self._look_after(self.position, self._known_texts)
         if self.has_unread_tokens:
             rounds = await self._round(newest_id)
         else:
@@ -276,18 +273,18 @@ class ChainSession(OpenSequences):
             self._plane.grant(self.chain.hops[-1], self.identity, self._tokens, credit_end)
         if self.has_unread_tokens:
             return await self._next_round()
-        began_s = _now_s()
+        began_s = time_s()
         await self._hedge()
-        rounds = await self._next_round(_now_s() - began_s)
-        self._waits.add(_now_s() - began_s)
+        rounds = await self._next_round(time_s() - began_s)
+        self._waits.add(time_s() - began_s)
         return rounds
 
     async def _hedge(self) -> None:
         """Waits for a token, and ends its stream if it is late and a hop is silent whose standby can go on."""
-        stream, late_after_s, until_s = self._tokens, self._waits.late_after_s, _now_s() + self._limits.step_timeout_s
+        stream, late_after_s, until_s = self._tokens, self._waits.late_after_s, time_s() + self._limits.step_timeout_s
         if stream is None or late_after_s >= self._limits.step_timeout_s or not await stream.is_late(late_after_s):
             return
-        while self._budget.may_hedge and _now_s() < until_s and (guarded := self._binding.standbys.guarded(self.chain)):
+        while self._budget.may_hedge and time_s() < until_s and (guarded := self._binding.standbys.guarded(self.chain)):
             self._plane.ask(guarded)
             while self._plane.awaits(guarded):
                 if not await stream.is_late(TICK_S):
@@ -313,7 +310,7 @@ class ChainSession(OpenSequences):
             return
         first_s, position = first
         if self.position > position:
-            self._on_pace(self.chain, (_now_s() - first_s) / (self.position - position))
+            self._on_pace(self.chain, (time_s() - first_s) / (self.position - position))
 
     async def _next_round(self, waited_s: float = 0.0) -> RoundTokens:
         stream = self._tokens
@@ -361,13 +358,10 @@ class ChainSession(OpenSequences):
         self._send_digests(self.position)
         super().close()
 
-    def _cover(self, position: int) -> None:
-        """Names standbys for the hops, if that is due."""
-        binding = self._binding
-        if position >= binding.standbys.due_at:
-            if self.position > len(self._text):
-                self._text.follow(self._history.token_ids)
-            self._standbys.cover(binding, [self._text] if binding.open_options.named_texts else [], position)
+    def _known_texts(self) -> Sequence[TextDigests]:
+        if self.position > len(self._text):
+            self._text.follow(self._history.token_ids)
+        return [self._text] if self._binding.open_options.named_texts else []
 
     def _send_digests(self, num_tokens: int) -> None:
         """Sends every hop the page hashes of the tokens that it holds."""
@@ -383,7 +377,7 @@ class ChainSession(OpenSequences):
         # A standby that is not named holds what the sessions held before they were opened again.
         copies = [(each.hop, salts.get(server_id)) for server_id, each in standbys.by_hop.items() if each.is_named]
         for hop, salt in [*((hop, salts.get(hop.server_id)) for hop in self._holders()), *copies]:
-            page_tokens = self._plane.page_tokens(hop.address)
+            page_tokens = self._plane.welcome(hop.address).page_tokens
             if salt is not None and 0 < page_tokens <= num_tokens:
                 holds = pb.Holds(
                     session_id=identity.session_id, epoch=identity.epoch, text=text.of(page_tokens, salt),
@@ -420,8 +414,8 @@ class ChainSession(OpenSequences):
         """
         num_hops, first, max_steps = len(self.chain.hops), self.position, self._limits.max_microbatches
         num_busy_hops = min(num_hops, max_steps or num_hops)
-        keeping = [hop.address for hop in self.chain.hops if self._plane.keeps_states(hop.address)]
-        state_page_tokens = max(map(self._plane.page_tokens, keeping), default=0)
+        welcomes = [self._plane.welcome(hop.address) for hop in self.chain.hops]
+        state_page_tokens = max((each.page_tokens for each in welcomes if each.keeps_states), default=0)
 
         def append(chunk: Sequence[int], results: Sequence[HiddenStates]) -> None:
             if readout is not None:
@@ -465,10 +459,6 @@ class ChainSession(OpenSequences):
             num_result_tokens=num_result_tokens,
             token_ids=token_ids,
         )
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 class ChainSessions:

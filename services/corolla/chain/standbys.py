@@ -4,9 +4,9 @@ import logging
 import secrets
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from corolla.chain.identity import SessionIdentity
 from corolla.chain.reservations import ChainBinding, Reservations
 from corolla.chain.rewinds import without_taken_back
 from corolla.chain.routes import Routes
@@ -92,23 +92,28 @@ class Standbys:
             return
         num_trusted = held.num_trusted
         transfer_ids = [secrets.token_bytes(16) for _ in identities]
+        replies: Sequence[pb.Opened] = ()
         try:
             for server in (hop, held.hop):
                 if not (await self._plane.connect(server.address)).takes_standbys:
                     raise HopUnavailable("a server does not stand by for sessions", server.address)
-            if binding.identities is not identities or standbys.by_hop.get(hop.server_id) is not held:
-                return  # the next look names the standby in the sessions' present epoch
-            replies = await self._reservations.open_standby(binding, held.hop, hop, texts, transfer_ids)
+            if binding.identities is identities and standbys.by_hop.get(hop.server_id) is held:
+                options = replace(binding.open_options, texts=texts)
+                replies = await self._reservations.open_copy(
+                    held.hop, hop, identities, options, binding.chain, transfer_ids
+                )
         except CorollaError as failure:
             log.info("a server cannot stand by for a session", extra={"reason": failure.reason})
-            self._on_refusal(binding, identities, hop, held)
-            return
         if standbys.by_hop.get(hop.server_id) is not held:
             self._reservations.give_back(identities, [held.hop])
+        elif binding.identities is not identities:
+            # The sessions are opened again, maybe on this server: to give them back in their new epoch would free them
+            # where they go on. The next look names the standby.
             return
-        if binding.identities is not identities:
-            return  # the sessions are opened again, and the next look names the standby in their new epoch
-        self._tell(binding, hop, held, replies, transfer_ids, num_trusted)
+        elif not replies:
+            self._refuse(binding, hop)
+        else:
+            self._tell(binding, hop, held, replies, transfer_ids, num_trusted)
 
     def _tell(
         self,
@@ -122,7 +127,7 @@ class Standbys:
         """Names a standby that has opened the sessions to its hop, which copies there from now on."""
         identities = binding.identities
         if num_trusted is not None:
-            self._reservations.truncate(identities, held.hop, num_trusted)
+            self._reservations.truncate(identities, [held.hop], num_trusted)
         for identity, reply, transfer_id in zip(identities, replies, transfer_ids, strict=True):
             num_held = without_taken_back(reply, identity, binding.rewinds).num_cached_tokens
             if num_trusted is not None:
@@ -153,21 +158,6 @@ class Standbys:
         held = StandbyHop(chosen)
         standbys.add(hop.server_id, held)
         return held
-
-    def _on_refusal(
-        self,
-        binding: ChainBinding,
-        identities: Sequence[SessionIdentity],
-        hop: common_pb2.Hop,
-        held: StandbyHop,
-    ) -> None:
-        """Gives up a hop's standby that did not open the sessions under these identities."""
-        if binding.standbys.by_hop.get(hop.server_id) is not held:
-            self._reservations.give_back(identities, [held.hop])
-        elif binding.identities is identities:
-            self._refuse(binding, hop)
-        # Else the sessions are opened again, maybe on this server, which refuses their earlier epoch. To give them back
-        # in the new one would free them where they go on; the next look names the standby.
 
     def _refuse(self, binding: ChainBinding, hop: common_pb2.Hop) -> None:
         """Gives up a hop's standby; the sessions will not be copied to that server again."""

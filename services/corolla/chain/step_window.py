@@ -1,10 +1,10 @@
 """Bounds the size of a sequence's steps, and how many are under way: enough to keep all hops of its chain busy."""
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, Self, TypeVar
 
+from corolla.chain.clock import time_s
 from corolla.chain.pending import HiddenStates, RowFuture, discard, wait_for_result
 from corolla.chain.window_size import WindowSize
 
@@ -82,7 +82,7 @@ class StepWindow(Generic[Step]):
 
     def add(self, step: Step, futures: Sequence[RowFuture]) -> None:
         """Adds the newest step, which was just sent; there must be room for it."""
-        self._under_way.append((step, futures, _now_s()))
+        self._under_way.append((step, futures, time_s()))
 
     async def make_room(self) -> None:
         """Waits for the oldest steps while the window is full. Raises CorollaError if one of their rows failed."""
@@ -98,9 +98,5 @@ class StepWindow(Generic[Step]):
         step, futures, sent_s = self._under_way[0]
         results = [await wait_for_result(future, self._timeout_s) for future in futures]
         self._under_way.popleft()
-        self._size.answered(sent_s, _now_s())
+        self._size.answered(sent_s, time_s())
         self._on_answer(step, results)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from corolla.chain.clock import time_s
 from corolla.chain.handovers import Handovers
 from corolla.chain.identity import SessionIdentity
 from corolla.chain.lateness import TICK_S, Silences, silent_one
@@ -103,7 +104,7 @@ class DataPlane:
         self._capabilities = capabilities
         self._placement = placement
         self._num_looked_up = 0
-        self.handovers = Handovers()
+        self.handovers = Handovers(self._servers)
         self.on_load: Callable[[str, pb.HopLoad], None] = lambda address, load: None
         """Gets a server's address and its load when the server opens a session or refuses to."""
         self.on_standby: Callable[[bytes, str, int], None] = lambda session_id, address, num_tokens: None
@@ -129,57 +130,34 @@ class DataPlane:
         except TimeoutError:
             raise HopUnavailable("a hop of the chain is not reachable", address) from None
 
-    def page_tokens(self, address: str) -> int:
-        """The tokens of each page that a connected server shares among sessions; 0 if it shares none, or is gone."""
-        welcome = self._welcome(address)
-        return 0 if welcome is None else welcome.page_tokens
-
-    def keeps_states(self, address: str) -> bool:
-        """Blocks of the connected server have recurrent states."""
-        welcome = self._welcome(address)
-        return welcome is not None and welcome.keeps_states
-
-    def has_draft_model(self, address: str) -> bool:
-        """The connected server drafts tokens with a small model."""
-        welcome = self._welcome(address)
-        return welcome is not None and welcome.has_draft_model
-
-    def has_equal_cuts(self, address: str) -> bool:
-        """The connected server gives a token the same bits however its text is cut into steps."""
-        welcome = self._welcome(address)
-        return welcome is not None and welcome.cuts_are_equal
-
-    def _welcome(self, address: str) -> pb.Welcome | None:
+    def welcome(self, address: str) -> pb.Welcome:
+        """What a connected server said of itself; an empty Welcome of one that is gone."""
         server = self._servers.get(address)
         if server is None or not server.welcome.done() or server.welcome.cancelled() or server.welcome.exception():
-            return None
+            return pb.Welcome()
         return server.welcome.result()
 
     def _begin(self, address: str) -> _Server:
         welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         stream = self._connect(address, lambda _: partial(self._receive, address), self._limits)
         stream.send(pb.Hello(client_id=self.client_id, fingerprint=self._fingerprint))
-        server = self._servers[address] = _Server(stream, welcome, _now_s())
+        server = self._servers[address] = _Server(stream, welcome, time_s())
         stream.ended.add_done_callback(lambda _: self._on_ended(address, server))
-        self.handovers.mark_connected(address)
         return server
 
     async def _connect_ahead(self, address: str) -> None:
         with contextlib.suppress(CorollaError):  # a request that needs the server meets the same error
             await self.connect(address)
 
-    async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> tuple[pb.Opened, int]:
+    async def open(self, address: str, request: pb.Open, payload: Buffer = b"") -> pb.Opened:
         """Opens a session on one hop. Raises the hop's error, or HopUnavailable.
 
         A hop that did not answer in time may still open the session later: the caller has to close it there.
 
         Args:
             payload: the embeddings that `request.block_prompts` describes.
-
-        Returns:
-            The answer, and how many tokens a step on this hop may have.
         """
-        welcome = await self.connect(address)
+        await self.connect(address)
         number = self._next_number()
         answer = self._pending.add_open(number, address)
         try:
@@ -188,7 +166,7 @@ class DataPlane:
                 self._capabilities.sign(request)
             self._send(address, request, payload)
             async with asyncio.timeout(self._open_timeout_s):
-                return await answer, welcome.max_tokens_per_frame
+                return await answer
         except TimeoutError:
             raise HopUnavailable("a hop of the chain does not answer", address) from None
         finally:
@@ -324,7 +302,7 @@ class DataPlane:
         return any(address in self._servers and self._servers[address].is_asked for address in addresses)
 
     async def _listen(self, server: _Server) -> None:
-        asked_s = _now_s()
+        asked_s = time_s()
         with contextlib.suppress(QueueFull):  # a server that reads nothing does not answer either
             server.stream.send(pb.Ping())
         try:
@@ -379,7 +357,7 @@ class DataPlane:
         if not server.welcome.done():
             server.welcome.set_exception(error)
             server.welcome.exception()  # marks it as seen: there may be no task that waits for it
-        self.handovers.mark_disconnected(address)
+        self.handovers.on_news()
         self._pending.on_stream_lost(address, error)
         for (_, holder), tell in self.fetching.items():
             if holder == address:
@@ -405,7 +383,7 @@ class DataPlane:
                 self._on_moved(control, address)
             case pb.Welcome():
                 if server is not None and not server.welcome.done():
-                    server.silences = Silences(_now_s() - server.began_s)
+                    server.silences = Silences(time_s() - server.began_s)
                     server.welcome.set_result(control)
             case _:
                 log.warning("a block server sent a frame of an unexpected kind")
@@ -447,10 +425,6 @@ class DataPlane:
         finally:
             self._num_looked_up -= 1
         self._note_move(moved, address)
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _error_of(fault: pb.Fault, sender: str) -> CorollaError:

@@ -154,7 +154,8 @@ class RowGroup(OpenSequences):
             rows = [self._skip_cached(row) for row in rows]
             self._has_stepped = True
         self._truncate_texts(rows)
-        self._cover(rows)
+        num_tokens = sum(len(row.hidden) for row in rows) + sum(history.position for history in self._histories)
+        self._look_after(num_tokens, lambda: self._binding.open_options.named_texts)
         pasts = [self._history_before(row) for row in rows]
         self._note_rewinds(rows, pasts)
         budget = RecoveryBudget(self._limits.max_recoveries)
@@ -190,12 +191,6 @@ class RowGroup(OpenSequences):
     async def recover(self, failure: CorollaError, budget: RecoveryBudget) -> None:
         """Recovers all sequences from a failure, or raises."""
         await self._recovery.recover(self._binding, self._histories, failure, budget)
-
-    def _cover(self, rows: Sequence[RowStep]) -> None:
-        """Names standbys for the hops, if that is due."""
-        num_tokens = sum(len(row.hidden) for row in rows) + sum(history.position for history in self._histories)
-        if num_tokens >= self._binding.standbys.due_at:
-            self._standbys.cover(self._binding, self._binding.open_options.named_texts, num_tokens)
 
     def _note_rewinds(self, rows: Sequence[RowStep], pasts: Sequence[StateHistory]) -> None:
         """Notes which tokens the step takes back, before any hop knows: a hop may be lost before it has the step."""

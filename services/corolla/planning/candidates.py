@@ -139,11 +139,6 @@ def by_fingerprint(servers: Collection[pb.PlacedServer]) -> Collection[list[Cand
     return groups.values()
 
 
-def has_room(load: pb.ServerLoad, num_tokens: int) -> bool:
-    """A server that does not report its room counts as having room for `num_tokens` tokens."""
-    return not load.HasField("max_session_tokens") or num_tokens <= load.max_session_tokens
-
-
 def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     return common_pb2.Chain(
         fingerprint=fingerprint,

@@ -5,10 +5,12 @@ from those of an undisturbed answer, unless all servers compute in float32.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.numerics import Numerics
+from corolla.wire.span import Span
 
 
 def with_numerics(chain: common_pb2.Chain, placed: Mapping[str, pb.PlacedServer]) -> common_pb2.Chain:
@@ -32,24 +34,42 @@ def continued(
 ) -> common_pb2.Chain:
     """Returns the chain `after` of sessions that were on the chain `before`, with numerics and what became of them."""
     known, chain = with_numerics(before, placed), with_numerics(after, placed)
-    chain.mixes_numerics = before.mixes_numerics or after.mixes_numerics or _have_changed(known, chain)
+    moved = moved_blocks(known, chain)
+    pairs = ((_parsed(known, each.lost), _parsed(chain, each.found)) for each in moved)
+    # It counts as another way of computing if the former one is not known.
+    have_changed = any(not own.blocks or not own.agrees_with(other) for own, other in pairs)
+    chain.mixes_numerics = before.mixes_numerics or after.mixes_numerics or have_changed
     return chain
+
+
+@dataclass(frozen=True, slots=True)
+class MovedBlocks:
+    """A run of blocks that went from the server with the id `lost` to the one with the id `found`."""
+
+    blocks: Span
+    lost: str
+    found: str
+
+
+def moved_blocks(before: common_pb2.Chain, after: common_pb2.Chain) -> tuple[MovedBlocks, ...]:
+    """The runs of blocks that have moved from one server to another, in order, each as long as possible.
+
+    Both chains must cover the same blocks.
+    """
+    return tuple(
+        MovedBlocks(Span(max(lost.span.start, found.span.start), end), lost.server_id, found.server_id)
+        for lost in before.hops
+        if lost not in after.hops
+        for found in after.hops
+        if lost.server_id != found.server_id
+        and max(lost.span.start, found.span.start) < (end := min(lost.span.end, found.span.end))
+    )
 
 
 def numerics_of(chain: common_pb2.Chain, hop: common_pb2.Hop) -> Numerics:
     """Returns the numerics of a hop's server; empty ones if they are not known."""
-    return Numerics.parse(chain.numerics.get(hop.server_id, ""))
+    return _parsed(chain, hop.server_id)
 
 
-def _have_changed(before: common_pb2.Chain, after: common_pb2.Chain) -> bool:
-    """Some blocks went to another server, which is not known to compute alike."""
-    for lost in before.hops:
-        if lost in after.hops:
-            continue
-        for found in after.hops:
-            overlap = max(lost.span.start, found.span.start) < min(lost.span.end, found.span.end)
-            if overlap and lost.server_id != found.server_id:
-                numerics = numerics_of(before, lost)
-                if not numerics.blocks or not numerics.agrees_with(numerics_of(after, found)):
-                    return True
-    return False
+def _parsed(chain: common_pb2.Chain, server_id: str) -> Numerics:
+    return Numerics.parse(chain.numerics.get(server_id, ""))

@@ -31,6 +31,10 @@ from corolla.chassis.errors import NoChain, OutOfPages
 from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.span import Span, gaps
 
+HOP_SECONDS: Final = 0.001
+"""What one more server in a chain costs, in seconds per token."""
+OTHER_ZONE_SECONDS: Final = 0.002
+"""What a link between two zones costs in addition."""
 FETCH_START_SECONDS: Final = 0.1
 """What a fetch costs next to the transfer, so that a hop computes what takes less time."""
 
@@ -74,14 +78,6 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkCosts:
-    """The costs of one more server in a chain, in seconds per token; both are above zero."""
-
-    hop_seconds: float = 0.001
-    other_zone_seconds: float = 0.002
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedHop:
     server: Candidate
     span: Span
@@ -96,7 +92,7 @@ class PlannedChain:
     seconds: float
 
 
-def plan(candidates: Iterable[Candidate], num_blocks: int, costs: LinkCosts | None = None) -> PlannedChain:
+def plan(candidates: Iterable[Candidate], num_blocks: int) -> PlannedChain:
     """Returns the chain with the least expected seconds per token; its servers have one fingerprint.
 
     Args:
@@ -107,7 +103,7 @@ def plan(candidates: Iterable[Candidate], num_blocks: int, costs: LinkCosts | No
         NoChain: Some blocks have no server; metadata `uncovered_blocks` lists them as `start:end,start:end`.
         OutOfPages: Every block has a server, but the servers with room do not form a chain.
     """
-    return plan_blocks(candidates, Span(0, num_blocks), costs)
+    return plan_blocks(candidates, Span(0, num_blocks))
 
 
 def plan_around_suspects(candidates: Sequence[Candidate], num_blocks: int) -> PlannedChain:
@@ -118,12 +114,12 @@ def plan_around_suspects(candidates: Sequence[Candidate], num_blocks: int) -> Pl
         return plan(candidates, num_blocks)
 
 
-def plan_blocks(candidates: Iterable[Candidate], blocks: Span, costs: LinkCosts | None = None) -> PlannedChain:
+def plan_blocks(candidates: Iterable[Candidate], blocks: Span) -> PlannedChain:
     """Plans like `plan`, but for a part of the model: the hops cover just `blocks`."""
     by_fingerprint: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         by_fingerprint.setdefault(candidate.fingerprint, []).append(candidate)
-    chains = [_cheapest(group, blocks, costs or LinkCosts()) for group in by_fingerprint.values()]
+    chains = [_cheapest(group, blocks) for group in by_fingerprint.values()]
     found = [chain for chain in chains if chain is not None]
     if found:
         return min(found, key=lambda chain: chain.seconds)
@@ -134,9 +130,7 @@ def plan_blocks(candidates: Iterable[Candidate], blocks: Span, costs: LinkCosts 
     raise OutOfPages("no chain has enough free pages for the session")
 
 
-def plan_replacements(
-    candidates: Sequence[Candidate], lost: Sequence[tuple[Span, Numerics]], costs: LinkCosts | None = None
-) -> PlannedChain:
+def plan_replacements(candidates: Sequence[Candidate], lost: Sequence[tuple[Span, Numerics]]) -> PlannedChain:
     """Plans hops for the blocks of neighbouring lost hops; servers that compute as the lost ones did come before cost.
 
     Args:
@@ -147,17 +141,16 @@ def plan_replacements(
     Raises:
         NoChain, OutOfPages: See `plan`.
     """
-    costs = costs or LinkCosts()
     hops: list[PlannedHop] = []
     try:
         for numerics, run in groupby(lost, key=lambda each: each[1]):
             spans = [span for span, _ in run]
             taken = {hop.server.server_id for hop in hops}
             alike = [each for each in candidates if each.numerics.agrees_with(numerics) and each.server_id not in taken]
-            hops.extend(plan_blocks(alike, Span(spans[0].start, spans[-1].end), costs).hops)
+            hops.extend(plan_blocks(alike, Span(spans[0].start, spans[-1].end)).hops)
     except (NoChain, OutOfPages):
-        return plan_blocks(candidates, Span(lost[0][0].start, lost[-1][0].end), costs)
-    return PlannedChain(tuple(hops), hops[0].server.fingerprint, _seconds(hops, costs))
+        return plan_blocks(candidates, Span(lost[0][0].start, lost[-1][0].end))
+    return PlannedChain(tuple(hops), hops[0].server.fingerprint, _seconds(hops))
 
 
 def least_uncovered(groups: Iterable[Sequence[Candidate]], blocks: Span) -> list[Span]:
@@ -192,37 +185,37 @@ class _RouteOnServer:
 
     __slots__ = ("before", "entry_seconds", "index", "seconds", "seconds_per_block", "server", "start")
 
-    def __init__(self, index: int, server: Candidate, costs: LinkCosts) -> None:
+    def __init__(self, index: int, server: Candidate) -> None:
         self.index = index
         self.server = server
         self.seconds_per_block = server.seconds_per_block
-        self.entry_seconds = costs.hop_seconds + server.queue_seconds
+        self.entry_seconds = HOP_SECONDS + server.queue_seconds
         self.seconds = math.inf
         self.start = 0
         self.before: _Route | None = None
 
 
-def _cheapest(group: Sequence[Candidate], blocks: Span, costs: LinkCosts) -> PlannedChain | None:
+def _cheapest(group: Sequence[Candidate], blocks: Span) -> PlannedChain | None:
     usable = [
         each for each in group if each.has_pages and each.span.start < blocks.end and blocks.start < each.span.end
     ]
     edges = {edge for each in usable for edge in (each.span.start, each.span.end) if blocks.start < edge < blocks.end}
     boundaries = [blocks.start, *sorted(edges), blocks.end]
     # These hops are optimal, but may leave a server for a faster one in the middle of its span, and return to it later.
-    hops = _all_at_once(usable, boundaries, costs)
+    hops = _all_at_once(usable, boundaries)
     if len({hop.server.server_id for hop in hops}) < len(hops):
         # No server can come twice if servers are taken in the order of their ends, and if there is a chain, then there
         # is one whose ends ascend.
-        hops = _one_by_one(sorted(usable, key=lambda each: (each.span.end, each.span.start)), boundaries, costs)
-    return PlannedChain(hops, group[0].fingerprint, _seconds(hops, costs)) if hops else None
+        hops = _one_by_one(sorted(usable, key=lambda each: (each.span.end, each.span.start)), boundaries)
+    return PlannedChain(hops, group[0].fingerprint, _seconds(hops)) if hops else None
 
 
-def _all_at_once(servers: Sequence[Candidate], boundaries: Sequence[int], costs: LinkCosts) -> tuple[PlannedHop, ...]:
+def _all_at_once(servers: Sequence[Candidate], boundaries: Sequence[int]) -> tuple[PlannedHop, ...]:
     """Returns the cheapest hops, found boundary by boundary; a server may come twice. Empty: there is no chain."""
     starting: defaultdict[int, list[_RouteOnServer]] = defaultdict(list)
     ending: defaultdict[int, list[_RouteOnServer]] = defaultdict(list)
     for index, server in enumerate(servers):
-        on_server = _RouteOnServer(index, server, costs)
+        on_server = _RouteOnServer(index, server)
         starting[max(server.span.start, boundaries[0])].append(on_server)
         ending[server.span.end].append(on_server)
     # The servers that hold the blocks after the current boundary, in the given order, and the cheapest route to that
@@ -246,7 +239,7 @@ def _all_at_once(servers: Sequence[Candidate], boundaries: Sequence[int], costs:
             if best.before is not None:
                 arrivals[zone] = _Route(best.seconds, best.server, best.start, best.before)
         cheapest = min(arrivals.values(), key=lambda route: route.seconds, default=None)
-        elsewhere = math.inf if cheapest is None else cheapest.seconds + costs.other_zone_seconds
+        elsewhere = math.inf if cheapest is None else cheapest.seconds + OTHER_ZONE_SECONDS
         for on_server in ending[boundary]:
             under_way[on_server.server.zone].remove(on_server)
     return cheapest.hops(boundaries[-1]) if cheapest is not None else ()
@@ -279,7 +272,7 @@ def _extended(
     return best
 
 
-def _one_by_one(servers: Sequence[Candidate], boundaries: Sequence[int], costs: LinkCosts) -> tuple[PlannedHop, ...]:
+def _one_by_one(servers: Sequence[Candidate], boundaries: Sequence[int]) -> tuple[PlannedHop, ...]:
     """Returns the cheapest hops that take the servers in the given order; empty: there is no chain."""
     num_blocks_before = [0, *(end - start for start, end in pairwise(boundaries))]
     # The cheapest route whose last server is in the zone, and its seconds; both by zone and boundary.
@@ -290,7 +283,7 @@ def _one_by_one(servers: Sequence[Candidate], boundaries: Sequence[int], costs: 
     elsewhere = [0.0, *([math.inf] * (len(boundaries) - 1))]
     for server in servers:
         own_routes, own_seconds = routes[server.zone], seconds_in[server.zone]
-        seconds_per_block, entry_seconds = server.seconds_per_block, costs.hop_seconds + server.queue_seconds
+        seconds_per_block, entry_seconds = server.seconds_per_block, HOP_SECONDS + server.queue_seconds
         seconds, start, before = math.inf, 0, None
         first = bisect_left(boundaries, server.span.start)
         last = bisect_left(boundaries, min(server.span.end, boundaries[-1]))
@@ -302,7 +295,7 @@ def _one_by_one(servers: Sequence[Candidate], boundaries: Sequence[int], costs: 
                 own_routes[index] = route = _Route(seconds, server, start, before)
                 known = cheapest[index]
                 if known is None or seconds < known.seconds:
-                    cheapest[index], elsewhere[index] = route, seconds + costs.other_zone_seconds
+                    cheapest[index], elsewhere[index] = route, seconds + OTHER_ZONE_SECONDS
             if own <= elsewhere[index]:
                 if own + entry_seconds < seconds:
                     seconds, start, before = own + entry_seconds, boundaries[index], own_routes[index]
@@ -312,11 +305,11 @@ def _one_by_one(servers: Sequence[Candidate], boundaries: Sequence[int], costs: 
     return last_route.hops(boundaries[-1]) if last_route is not None else ()
 
 
-def _seconds(hops: Iterable[PlannedHop], costs: LinkCosts) -> float:
+def _seconds(hops: Iterable[PlannedHop]) -> float:
     """Returns the seconds that a token takes through these hops."""
     seconds, zone = 0.0, None
     for server, span in ((hop.server, hop.span) for hop in hops):
-        link_seconds = costs.other_zone_seconds if zone is not None and zone != server.zone else 0.0
-        own_seconds = costs.hop_seconds + server.queue_seconds + len(span) * server.seconds_per_block
+        link_seconds = OTHER_ZONE_SECONDS if zone is not None and zone != server.zone else 0.0
+        own_seconds = HOP_SECONDS + server.queue_seconds + len(span) * server.seconds_per_block
         seconds, zone = seconds + own_seconds + link_seconds, server.zone
     return seconds

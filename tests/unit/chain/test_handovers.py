@@ -27,7 +27,7 @@ def servers(chain: common_pb2.Chain) -> list[str]:
 
 
 def test_the_chain_goes_on_where_the_session_is_now() -> None:
-    handovers = Handovers()
+    handovers = Handovers({"b:1"})
     assert not handovers.affect(CHAIN, [ONE])
     handovers.on_moved(moved(), "b:1")
     assert handovers.affect(CHAIN, [OTHER, ONE])
@@ -43,7 +43,7 @@ def test_moves_of_another_epoch_other_blocks_or_from_another_hop_do_not_count() 
         (moved(epoch=4), "b:1"), (moved(epoch=6), "b:1"), (moved(hop=None), "b:1"), (moved(), "d:1"),
         (moved(hop=a_hop("c", 2, 4)), "b:1"), (moved(OTHER), "b:1"),
     ):  # fmt: skip
-        handovers = Handovers()
+        handovers = Handovers({"b:1"})
         handovers.on_moved(move, address)
         assert not handovers.affect(CHAIN, [ONE])
         assert handovers.redirect(CHAIN, [ONE]) == CHAIN
@@ -51,17 +51,17 @@ def test_moves_of_another_epoch_other_blocks_or_from_another_hop_do_not_count() 
 
 def test_a_move_to_a_server_of_the_same_chain_is_ignored() -> None:
     """It has one run of blocks of a session, and could open no second one."""
-    handovers = Handovers()
+    handovers = Handovers({"b:1"})
     handovers.on_moved(moved(hop=a_hop("a", 2, 5)), "b:1")
     assert handovers.redirect(CHAIN, [ONE]) == CHAIN
-    both = Handovers()
+    both = Handovers({"b:1"})
     both.on_moved(moved(hop=a_hop("c", 0, 2)), "a:1")
     both.on_moved(moved(), "b:1")
     assert servers(both.redirect(CHAIN, [ONE])) == ["c", "b"]
 
 
 async def test_a_refused_step_waits_for_the_hops_notification() -> None:
-    handovers = Handovers()
+    handovers = Handovers({"b:1"})
     handovers.on_moved(moved(hop=None), "b:1")
     handovers.on_step_refused("b:1")
     waiting = asyncio.create_task(handovers.wait_until_settled("b:1", [ONE, OTHER]))
@@ -74,8 +74,10 @@ async def test_a_refused_step_waits_for_the_hops_notification() -> None:
 
 
 async def test_a_step_does_not_wait_for_a_server_that_is_gone() -> None:
-    handovers = Handovers()
+    connected = {"b:1"}
+    handovers = Handovers(connected)
     waiting = asyncio.create_task(handovers.wait_until_settled("b:1", [ONE]))
     await asyncio.sleep(0)
-    handovers.mark_disconnected("b:1")
+    connected.clear()
+    handovers.on_news()
     await asyncio.wait_for(waiting, 30)

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.chain.recovery_budget import MovedBlocks, moved_blocks
+from corolla.planning.numerics import MovedBlocks, moved_blocks
 from corolla.v1 import common_pb2
 from corolla.wire.span import Span
 

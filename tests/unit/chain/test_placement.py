@@ -57,7 +57,7 @@ class Router:
         await asyncio.sleep(0.2)
         return placement
 
-    async def plan_chain(self, *, excluded: frozenset[str], **asked: Any) -> pb.PlanChainResponse:
+    async def plan_chain(self, _fingerprint: str, _num_tokens: int, excluded: frozenset[str]) -> pb.PlanChainResponse:
         self.excluded.append(excluded)
         return pb.PlanChainResponse()
 
@@ -197,7 +197,7 @@ async def test_planners_begin_at_their_turns_and_go_round(router: Router, watch:
     ]  # fmt: skip
     await router.push(pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain(), turn=0.5))
     routes = Routes(cast(ControlPlane, router), watch, "f", 5)
-    chains = [await routes.plan(num_tokens=1, record_id="", blocks=None) for _ in range(8)]
+    chains = [await routes.plan(num_tokens=1) for _ in range(8)]
     assert "".join(chain.hops[0].server_id for chain in chains) == "cdabcdab"
 
 
@@ -211,7 +211,7 @@ def ready(name: str, start: int, end: int, num_tokens: int) -> pb.PlacedServer:
 
 @watched
 async def test_free_pages_that_hold_the_text_are_not_counted_twice(router: Router, watch: PlacementWatch) -> None:
-    asked: dict[str, Any] = {"num_tokens": 150, "record_id": "", "blocks": None, "held": {"holds": 64}}
+    asked: dict[str, Any] = {"num_tokens": 150, "held": {"holds": 64}}
     for servers, chosen in (("holds", "other"), "other"), (("holds",), "holds"):
         placed = [ready(name, 0, 5, 100 if name == "holds" else 1000) for name in servers]
         await router.push(pb.Placement(servers=placed, cheapest_chain=common_pb2.Chain()))
@@ -225,7 +225,7 @@ async def test_few_plans_are_tried_where_many_servers_hold_nothing(router: Route
     await router.push(pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain()))
     with mock.patch.object(routes_module, "plan_around_suspects", wraps=plan_around_suspects) as planned:
         routes = Routes(cast(ControlPlane, router), watch, "f", 5)
-        chain = await routes.plan(num_tokens=150, record_id="", blocks=None, held={"full": 128})
+        chain = await routes.plan(num_tokens=150, held={"full": 128})
     assert chain.hops[0].server_id == "full"
     assert planned.call_count <= 6
 
@@ -248,7 +248,7 @@ async def test_a_text_is_worth_waiting_for_where_it_makes_the_difference(router:
     assert not routes.needs_text_in_common(90, {})
     # Others that are about to open do not count, but what the server says does.
     for _ in range(8):
-        await routes.plan(num_tokens=90, record_id="", blocks=None, held=held)
+        await routes.plan(num_tokens=90, held=held)
     assert routes.needs_text_in_common(90, held)
     routes.hear_load("a:1", blocks_pb2.HopLoad(max_session_tokens=20))
     assert not routes.needs_text_in_common(90, held)
@@ -283,6 +283,28 @@ async def test_of_sessions_that_wait_for_a_placement_few_are_placed_in_a_turn_of
 
 
 @watched
+async def test_a_lost_hop_is_replaced_by_a_server_that_holds_the_text(router: Router, watch: PlacementWatch) -> None:
+    servers = [ready("a", 0, 3, 1000), *(ready(name, 3, 5, 1000) for name in "bcd")]
+    await router.push(pb.Placement(servers=servers, cheapest_chain=common_pb2.Chain()))
+    hops = [
+        common_pb2.Hop(server_id=each.server.server_id, address=each.server.address, span=each.span)
+        for each in servers[:2]
+    ]
+    chain = common_pb2.Chain(hops=hops, fingerprint="f")
+    asked: dict[str, Any] = {"num_tokens": 900, "patience_s": 0.0}
+    for holder in "cdcd":
+        routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+        replaced = await routes.replace_lost(chain, {"b"}, **asked, held={holder: 64, "b": 128})
+        assert [hop.server_id for hop in replaced.hops] == ["a", holder]
+    # It needs room for the whole text, since what it holds may be among its free pages.
+    full = ready("c", 3, 5, 800)
+    await router.push(pb.Placement(servers=[*servers[:2], full, servers[3]], cheapest_chain=common_pb2.Chain()))
+    routes = Routes(cast(ControlPlane, router), watch, "f", 5)
+    replaced = await routes.replace_lost(chain, {"b"}, **asked, held={"c": 128})
+    assert [hop.server_id for hop in replaced.hops] == ["a", "d"]
+
+
+@watched
 async def test_callers_wait_for_servers_that_say_when_they_are_ready(router: Router, watch: PlacementWatch) -> None:
     here, joins = ready("a", 0, 3, 1000), ready("b", 3, 5, 1000)
     joins.state = pb.SERVER_STATE_JOINING
@@ -290,12 +312,12 @@ async def test_callers_wait_for_servers_that_say_when_they_are_ready(router: Rou
     await router.push(pb.Placement(servers=[here, joins]))
     routes = Routes(cast(ControlPlane, router), watch, "f", 5)
     with pytest.raises(NoChain, match="ready in 20 s") as refused:
-        await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)
+        await routes.plan(num_tokens=1, asks_router=False)
     assert refused.value.retry_after_s == 20
     joins.load.start_seconds_left = 1 << 30
     await router.push(pb.Placement(servers=[here, joins]))
     with pytest.raises(NoChain) as refused:
-        await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)
+        await routes.plan(num_tokens=1, asks_router=False)
     assert refused.value.retry_after_s == 600
     joins.load.start_seconds_left = 20
     await router.push(pb.Placement(servers=[here, joins]))
@@ -326,7 +348,7 @@ async def test_a_departed_server_that_is_not_listed_is_forgotten(router: Router,
         assert names(watch) == [f"a{number}", f"b{number}"]
         routes.exclude_leaving(f"a{number}")
         routes.exclude_leaving(f"b{number}")
-    await routes.plan(num_tokens=1, record_id="", blocks=None)
+    await routes.plan(num_tokens=1)
     assert router.excluded == [{"a99", "b99"}]
 
 
@@ -391,4 +413,4 @@ async def test_servers_of_other_weights_are_named_as_the_reason(router: Router, 
     other.servers[0].server.dtype = "bfloat16"
     await router.push(other)
     with pytest.raises(NoChain, match=r"dtype is bfloat16\).*COROLLA_DTYPE"):
-        await routes.plan(num_tokens=1, record_id="", blocks=None, asks_router=False)
+        await routes.plan(num_tokens=1, asks_router=False)

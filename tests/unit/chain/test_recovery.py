@@ -75,6 +75,9 @@ class EmptyReservations:
     def give_back(self, *_args: Any) -> None:
         pass
 
+    def held(self, _options: OpenOptions) -> dict[str, int]:
+        return {}
+
 
 def recovery_with(fill: Callable[[int], Any], routes: Any = None, num_refusals: int = 0) -> Recovery:
     async def replay(binding: ChainBinding, number: int, *_args: Any) -> int:
@@ -84,7 +87,7 @@ def recovery_with(fill: Callable[[int], Any], routes: Any = None, num_refusals: 
     routes = SameRoutes() if routes is None else routes
     reservations: Any = EmptyReservations(num_refusals)
     replayer: Any = SimpleNamespace(replay=replay)
-    return Recovery(routes, reservations, replayer, Handovers(), LIMITS)
+    return Recovery(routes, reservations, replayer, Handovers({"a:1"}), LIMITS)
 
 
 async def test_a_recovery_that_is_cancelled_in_the_moment_of_a_failure_ends() -> None:

@@ -30,8 +30,8 @@ class Plane:
         self._equal = equal
         self._is_shared = is_shared
 
-    def has_equal_cuts(self, address: str) -> bool:
-        return address in self._equal
+    def welcome(self, address: str) -> pb.Welcome:
+        return pb.Welcome(cuts_are_equal=address in self._equal)
 
     def has_ring(self, hops: Sequence[common_pb2.Hop]) -> bool:
         return self._is_shared

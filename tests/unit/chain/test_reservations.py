@@ -31,14 +31,14 @@ class BusyPlane:
     async def connect(self, _address: str) -> pb.Welcome:
         return pb.Welcome(span=SPAN)
 
-    async def open(self, *_args: Any) -> tuple[pb.Opened, int]:
+    async def open(self, *_args: Any) -> pb.Opened:
         if self.num_refusals:
             self.num_refusals -= 1
             raise self.refusal
-        return pb.Opened(), 8
+        return pb.Opened()
 
-    def page_tokens(self, _address: str) -> int:
-        return 0
+    def welcome(self, _address: str) -> pb.Welcome:
+        return pb.Welcome()
 
     def close_session(self, *_args: Any) -> None:
         pass
@@ -112,19 +112,19 @@ class UnevenPlane:
     async def connect(self, address: str) -> pb.Welcome:
         return pb.Welcome(span=common_pb2.BlockSpan(start=0, end=4), page_tokens=16)
 
-    async def open(self, address: str, request: pb.Open, _payload: Any) -> tuple[pb.Opened, int]:
+    async def open(self, address: str, request: pb.Open, _payload: Any) -> pb.Opened:
         self.opens.append((address, request.write_start, request.resume))
         if len(self.opens) > 2 and self.is_full:
             raise OutOfPages("too few pages")
         num_held = 64 if address == "a:1" else 32
-        return pb.Opened(num_cached_tokens=num_held, common_end=min(num_held, request.write_start)), 8
+        return pb.Opened(num_cached_tokens=num_held, common_end=min(num_held, request.write_start))
 
     def notify(self, address: str, control: pb.Truncate) -> None:
         assert control.idle
         self.taken_back.append(address)
 
-    def page_tokens(self, _address: str) -> int:
-        return 0
+    def welcome(self, _address: str) -> pb.Welcome:
+        return pb.Welcome()
 
     def close_session(self, *_args: Any) -> None:
         pass
@@ -162,9 +162,9 @@ async def test_what_was_fetched_is_resumed_once(monkeypatch: pytest.MonkeyPatch)
     resumed = list[bool]()
 
     class Plane(BusyPlane):
-        async def open(self, _address: str, request: pb.Open, _payload: Any) -> tuple[pb.Opened, int]:
+        async def open(self, _address: str, request: pb.Open, _payload: Any) -> pb.Opened:
             resumed.append(request.resume)
-            return pb.Opened(), 8
+            return pb.Opened()
 
     async def fetch(*_args: Any) -> bool:
         return True
@@ -183,7 +183,7 @@ async def test_what_was_fetched_is_resumed_once(monkeypatch: pytest.MonkeyPatch)
 def test_only_servers_that_share_pages_count_as_holders_of_texts() -> None:
     """A server without a prefix cache, or whose sessions have recurrent states, holds a text for its session only."""
     hops = [common_pb2.Hop(server_id=name, address=name) for name in ("shares", "does not")]
-    plane: Any = SimpleNamespace(page_tokens=lambda address: 32 * (address == "shares"))
+    plane: Any = SimpleNamespace(welcome=lambda address: pb.Welcome(page_tokens=32 * (address == "shares")))
     routes: Any = SimpleNamespace(beginnings=Beginnings())
     options, text = OpenOptions(max_tokens=128, transient=True), TextDigests(range(STRIDE_TOKENS))
     chain = common_pb2.Chain(hops=hops)

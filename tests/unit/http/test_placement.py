@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from corolla.chain.recovery_budget import MovedBlocks, RecoveryReport
+from corolla.chain.recovery_budget import RecoveryReport
 from corolla.chassis.errors import QueueFull, ServiceStopping, Unauthenticated
 from corolla.client.api.tenants import KeyHolder
 from corolla.http.placement_facts import (
@@ -19,6 +19,7 @@ from corolla.http.placement_facts import (
     placement_facts,
 )
 from corolla.http.placement_stream import INTERVAL_S, PlacementStream
+from corolla.planning.numerics import MovedBlocks
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from corolla.chassis.errors import NoChain, OutOfPages
 from corolla.planning.bookings import Booked
 from corolla.planning.candidates import candidates
-from corolla.planning.planner import Candidate, LinkCosts, PlannedChain, plan, plan_blocks
+from corolla.planning.planner import HOP_SECONDS, OTHER_ZONE_SECONDS, Candidate, PlannedChain, plan, plan_blocks
 from corolla.planning.replicas import PlannedSession
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 from tests.unit.planning import listing_planner
-
-COSTS = LinkCosts(hop_seconds=0.5, other_zone_seconds=0.75)
 
 
 def server(name: str, span: str, seconds_per_block: float = 1.0, **facts: object) -> Candidate:
@@ -29,9 +27,9 @@ def server(name: str, span: str, seconds_per_block: float = 1.0, **facts: object
 def cost(route: Sequence[tuple[Candidate, int, int]]) -> float:
     seconds = 0.0
     for each, start, end in route:
-        seconds += COSTS.hop_seconds + each.queue_seconds + (end - start) * each.seconds_per_block
+        seconds += HOP_SECONDS + each.queue_seconds + (end - start) * each.seconds_per_block
     return seconds + sum(
-        COSTS.other_zone_seconds for (left, *_), (right, *_) in itertools.pairwise(route) if left.zone != right.zone
+        OTHER_ZONE_SECONDS for (left, *_), (right, *_) in itertools.pairwise(route) if left.zone != right.zone
     )
 
 
@@ -59,8 +57,8 @@ def clusters(draw: st.DrawFn) -> tuple[list[Candidate], int]:
         servers.append(
             Candidate(
                 f"s{index}", f"s{index}:1", draw(st.sampled_from("ffg")),
-                Span(start, draw(st.integers(start + 1, num_blocks))), draw(st.sampled_from([0.125, 1.0, 3.0])),
-                draw(st.sampled_from([0.0, 0.0, 2.0])), draw(st.sampled_from("aab")),
+                Span(start, draw(st.integers(start + 1, num_blocks))), draw(st.sampled_from([0.00025, 0.002, 0.006])),
+                draw(st.sampled_from([0.0, 0.0, 0.004])), draw(st.sampled_from("aab")),
                 draw(st.sampled_from([True, True, True, False])),
             )
         )  # fmt: skip
@@ -92,7 +90,7 @@ def test_the_plan_is_the_cheapest_of_all_chains(cluster: tuple[list[Candidate], 
         for route in every_chain([each for each in usable if each.fingerprint == fingerprint], num_blocks)
     ]
     try:
-        chain = plan(servers, num_blocks, COSTS)
+        chain = plan(servers, num_blocks)
     except (NoChain, OutOfPages):
         assert costs_of_all == []
         return
@@ -131,11 +129,10 @@ def placements(draw: st.DrawFn) -> tuple[list[Candidate], Span]:
 @given(placements())
 def test_the_plan_is_that_of_a_planner_that_lists_every_hop(placement: tuple[list[Candidate], Span]) -> None:
     servers, blocks = placement
-    costs = LinkCosts()
     groups = [[each for each in servers if each.fingerprint == fingerprint] for fingerprint in "fg"]
-    listed = [chain for group in groups if (chain := listing_planner.cheapest(group, blocks, costs)) is not None]
+    listed = [chain for group in groups if (chain := listing_planner.cheapest(group, blocks)) is not None]
     try:
-        chain = plan_blocks(servers, blocks, costs)
+        chain = plan_blocks(servers, blocks)
     except (NoChain, OutOfPages):
         assert listed == []
         return
@@ -154,7 +151,7 @@ def test_without_a_chain_the_right_cause_is_named(cluster: tuple[list[Candidate]
         for f in {each.fingerprint for each in servers} or {"f"}
     ]
     try:
-        plan(servers, num_blocks, COSTS)
+        plan(servers, num_blocks)
     except NoChain as failure:
         spans = [Span.parse(text) for text in failure.metadata["uncovered_blocks"].split(",")]
         assert [b for span in spans for b in range(span.start, span.end)] in lacking
@@ -164,11 +161,11 @@ def test_without_a_chain_the_right_cause_is_named(cluster: tuple[list[Candidate]
 
 
 def test_a_server_left_for_a_faster_one_inside_it_is_not_taken_again() -> None:
-    chain = plan([server("long", "0:30", 10.0), server("inner", "10:20", 0.01)], 30, COSTS)
+    chain = plan([server("long", "0:30", 10.0), server("inner", "10:20", 0.01)], 30)
     check_form(chain, 30)
     assert [str(hop.span) for hop in chain.hops] == ["0:30"]
     with_another = plan(
-        [server("long", "0:30", 10.0), server("inner", "10:20", 0.01), server("other", "15:30", 10.5)], 30, COSTS
+        [server("long", "0:30", 10.0), server("inner", "10:20", 0.01), server("other", "15:30", 10.5)], 30
     )
     check_form(with_another, 30)
 
@@ -201,6 +198,6 @@ def test_shuffled_equals_share_the_sessions() -> None:
     taken: Counter[str] = Counter()
     for _ in range(300):
         shuffled = source.sample(replicas, len(replicas))
-        taken.update(hop.server.server_id for hop in plan(shuffled, 10, COSTS).hops)
+        taken.update(hop.server.server_id for hop in plan(shuffled, 10).hops)
     assert len(taken) == 6
     assert min(taken.values()) > 60

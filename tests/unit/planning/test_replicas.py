@@ -16,7 +16,7 @@ from corolla.planning.planner import FETCH_START_SECONDS, Candidate, plan, plan_
 from corolla.planning.replicas import PlannedSession, Replicas
 from corolla.wire.numerics import UNKNOWN, Numerics
 from corolla.wire.span import Span
-from tests.unit.planning.test_planner import COSTS, is_taken_again, server
+from tests.unit.planning.test_planner import is_taken_again, server
 
 NUM_BLOCKS = 6
 OTHER = Numerics.parse("a" * 12 + "+" + "b" * 12)
@@ -48,7 +48,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[Candidate], PlannedSession]:
 
 def cost_of(servers: list[Candidate]) -> float | str:
     try:
-        return plan(servers, NUM_BLOCKS, COSTS).seconds
+        return plan(servers, NUM_BLOCKS).seconds
     except CorollaError as failure:
         return failure.reason
 
@@ -124,7 +124,7 @@ def test_a_server_that_holds_the_text_is_found_among_many() -> None:
 
     servers = [server(f"s{number}", "0:6", session_seconds=0.05, prompt_seconds=0.125) for number in range(500)]
     session = PlannedSession(40, booked=booked, held={"s400": 128})
-    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
+    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS).hops
     assert hop.server.server_id == "s400"
     assert len(asked) < 10
 
@@ -133,7 +133,7 @@ def test_a_server_that_holds_the_text_is_found_among_many() -> None:
 def test_of_servers_that_hold_as_much_the_first_one_is_chosen(names: str) -> None:
     servers = [server(name, "0:6", prompt_seconds=0.125) for name in names]
     session = PlannedSession(40, held={"a": 128, "b": 128})
-    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
+    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS).hops
     assert hop.server.server_id == names[0], "planners begin at different ones"
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_counts_more_before_a_short_answer(new_tokens: float, chosen: s
         server("idle", "0:6", prompt_seconds=0.125),
     ]
     session = PlannedSession(40, held={"holder": 128}, new_tokens=new_tokens)
-    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS, COSTS).hops
+    (hop,) = plan(Replicas(servers).usable(session), NUM_BLOCKS).hops
     assert hop.server.server_id == chosen
 
 

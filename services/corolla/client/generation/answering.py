@@ -291,8 +291,7 @@ class Answering:
             text_ids,
             transient=False,
             lease_ms=self.transcripts.ttl_ms,
-            recorded_chain=earlier,
-            record_id=record.session_id,
+            recorded_chain=earlier if earlier.hops else None,
             max_position=num_past_tokens if earlier.hops else None,
         )
         identity = SessionIdentity.of_turn(record.session_id, record.epoch, record.tenant)
