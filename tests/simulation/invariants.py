@@ -47,6 +47,7 @@ _NEWER_FIELDS: Final[dict[type[Message], tuple[str, ...]]] = {
     pb.Open: ("standby_transfer_id", "write_start", "only_cached"),
     pb.Opened: ("common_end", "step_id", "load"),
     pb.Fault: ("load",),
+    pb.Credit: ("capability",),
     pb.Handover: ("text", "page_tokens", "write_start"),
     pb.HandoverTokens: ("has_states", "step_id"),
     pb.HandoverAnswer: ("transfer_id",),

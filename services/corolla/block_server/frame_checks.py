@@ -141,6 +141,17 @@ class FrameChecks:
         capability.CopyFrom(control.capability)
         return owner, capability
 
+    def renewed(self, request: OpenRequest, capability: pb.SignedCapability, peer: Peer) -> OpenRequest:
+        """Returns a session's request with a fresh capability. Raises RoleDenied if that covers less."""
+        asked = pb.Open(
+            session_id=request.session_id, epoch=request.epoch, tenant=request.tenant, max_tokens=request.max_tokens,
+            blocks=request.blocks.to_message(), capability=capability,
+        )  # fmt: skip
+        owner, fresh = self._opener(asked)
+        if not owner == request.owner == peer.owner:
+            raise CapabilityDenied("the session's capability belongs to another owner than this stream")
+        return replace(request, capability=fresh)
+
     def _text(self, control: pb.Open | pb.Handover, blocks: Span) -> ExpectedText | None:
         if not control.HasField("text"):
             return None

@@ -324,6 +324,12 @@ class BlockServicer:
         self.engine.first_hop.on_next(message)
 
     def _credit(self, credit: pb.Credit, payload: Buffer, peer: Peer) -> None:
+        held = self.sessions.get(credit.session_id)
+        if credit.HasField("capability") and held is not None and held.request.epoch == credit.epoch:
+            try:
+                held.request = self._checks.renewed(held.request, credit.capability, peer)
+            except RoleDenied as error:
+                _audit("renewal", error, peer)
         self.engine.last_hop.on_credit(credit, peer)
 
     def _fetch(self, fetch: pb.Fetch, payload: Buffer, peer: Peer) -> None:

@@ -459,7 +459,7 @@ class OpenSequences:
                 await recover(failure)
 
     def _look_after(self, num_tokens: int, texts: Callable[[], Sequence[TextDigests]]) -> None:
-        """Names standbys for the hops, where that is due.
+        """Names standbys for the hops, and renews their capabilities, where that is due.
 
         Args:
             num_tokens: how many tokens the sequences have together, or are about to have.
@@ -468,6 +468,12 @@ class OpenSequences:
         binding = self._binding
         if num_tokens >= binding.standbys.due_at:
             self._standbys.cover(binding, texts(), num_tokens)
+        if binding.must_renew(time_s()):
+            options = binding.open_options
+            for identity in binding.identities:
+                self._plane.renew(
+                    binding.chain.hops, identity, options.max_tokens, options.lease_ms or self._recovery.limits.lease_ms
+                )
 
     def _holders(self, number: int = 0) -> list[common_pb2.Hop]:
         """The hops that may hold a sequence: the chain's, and servers that took it over from them."""

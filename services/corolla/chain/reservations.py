@@ -40,6 +40,7 @@ from corolla.chassis.tracing.carriers import PARENT_HEADER, STATE_HEADER, trace_
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.planning.numerics import numerics_of
 from corolla.planning.ready_in import waits_until
+from corolla.trust.capabilities import RENEWAL_S
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
 from corolla.wire.adapter_version import AdapterVersion
@@ -193,6 +194,7 @@ class ChainBinding:
         standbys: the servers that stand by for the chain's hops.
         write_start: the lowest position from which the sessions were opened again, to be written from there.
         rewinds: what the sessions have taken back, by session id; empty unless they are sequences of the library.
+        renew_at_s: when the hops need fresh capabilities, by the event loop's clock.
         open_identities: the identities under which every hop of the chain last opened the sessions.
     """
 
@@ -204,6 +206,7 @@ class ChainBinding:
     standbys: StandbyHops = field(default_factory=StandbyHops)
     write_start: int = ALL_TOKENS
     rewinds: dict[bytes, Rewinds] = field(default_factory=dict)
+    renew_at_s: float = math.inf
     open_identities: tuple[SessionIdentity, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -249,6 +252,14 @@ class ChainBinding:
         self.chain, self.max_step_tokens = opened.chain, opened.max_step_tokens
         self.open_replies, self.open_identities = opened.open_replies, opened.identities
         self.write_start = min(self.write_start, opened.write_start)
+        self.renew_at_s = opened.renew_at_s
+
+    def must_renew(self, now_s: float) -> bool:
+        """The hops' capabilities have become old, and are to be renewed now."""
+        if now_s < self.renew_at_s or self.identities != self.open_identities:
+            return False
+        self.renew_at_s = now_s + RENEWAL_S
+        return True
 
 
 def hop_salts(chain: common_pb2.Chain, salt: bytes, limits: ChainLimits) -> Mapping[str, bytes]:
@@ -459,6 +470,7 @@ class Reservations:
             min(filter(None, (self.plane.welcome(hop.address).max_tokens_per_frame for hop in chain.hops)), default=1),
             open_replies=list(opened.values()),
             standbys=StandbyHops(num_placed=self._num_placed),
+            renew_at_s=time_s() + RENEWAL_S,
         )
 
     async def _open_evenly(

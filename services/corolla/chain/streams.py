@@ -232,6 +232,19 @@ class DataPlane:
         except HopUnavailable as error:
             stream.end(error)
 
+    def renew(self, hops: Iterable[common_pb2.Hop], identity: SessionIdentity, max_tokens: int, lease_ms: int) -> None:
+        """Sends hops a fresh capability for a session, if they demand them: no server takes it over with an old one."""
+        if (capabilities := self._capabilities) is None:
+            return
+        for hop in hops:
+            asked = pb.Open(
+                session_id=identity.session_id, epoch=identity.epoch, tenant=identity.tenant, blocks=hop.span,
+                max_tokens=max_tokens, lease_ms=lease_ms,
+            )  # fmt: skip
+            capabilities.sign(asked)
+            fresh = pb.Credit(session_id=asked.session_id, epoch=asked.epoch, capability=asked.capability)
+            self.notify(hop.address, fresh)
+
     def end_ring(self, session_id: bytes, stream: TokenStream) -> None:
         """Stops reading a session's tokens. The hops stop when the turn ends or the session is opened again."""
         self._pending.remove_token_stream(session_id, stream)
@@ -277,7 +290,7 @@ class DataPlane:
         self.newest_step_id += 1
         return self.newest_step_id
 
-    def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds | pb.Standby) -> None:
+    def notify(self, address: str, control: pb.Close | pb.Truncate | pb.Holds | pb.Standby | pb.Credit) -> None:
         """Sends a frame that has no answer. A server that is gone has nothing left to free."""
         server = self._servers.get(address)
         if server is not None:

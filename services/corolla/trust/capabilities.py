@@ -19,8 +19,10 @@ _PURPOSE: Final = b"corolla capability 1\0"
 """The prefix of the signed bytes. It sets them apart from TLS handshakes, which the same key signs."""
 _SIGNERS: Final = frozenset({Role.CLIENT, Role.LIBRARY})
 GRACE_MS: Final = 3_600_000
-"""The time for which a capability outlasts the session's first lease. Steps renew the lease, but not the capability. A
-session that runs longer cannot be handed over; another server computes it again, with the same tokens."""
+"""The time for which a capability outlasts the session's lease. While steps renew the lease, it is renewed, too."""
+RENEWAL_S: Final = 1800.0
+"""After so many seconds, a session that goes on gets fresh capabilities. With an expired one it cannot be handed over;
+another server then computes it again, with the same tokens."""
 
 
 class Capabilities:

@@ -89,7 +89,7 @@ class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.V
     Next, last hop to first hop
     """
     FRAME_KIND_CREDIT: _FrameKind.ValueType  # 20
-    """Credit, caller to last hop, not answered"""
+    """Credit, not answered"""
     FRAME_KIND_GO_AWAY: _FrameKind.ValueType  # 21
     """GoAway, of a connection in whose place another one comes, either way"""
     FRAME_KIND_STANDBY: _FrameKind.ValueType  # 23
@@ -155,7 +155,7 @@ FRAME_KIND_NEXT: FrameKind.ValueType  # 19
 Next, last hop to first hop
 """
 FRAME_KIND_CREDIT: FrameKind.ValueType  # 20
-"""Credit, caller to last hop, not answered"""
+"""Credit, not answered"""
 FRAME_KIND_GO_AWAY: FrameKind.ValueType  # 21
 """GoAway, of a connection in whose place another one comes, either way"""
 FRAME_KIND_STANDBY: FrameKind.ValueType  # 23
@@ -1153,28 +1153,37 @@ Global___Next: _TypeAlias = Next  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """The position up to which a session may go round before its client has read more: a step may begin at positions below
-    `end`, which never falls. A session that waits for credit continues.
-    """
+    """Lets a session go on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    CAPABILITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     epoch: _builtins.int
     end: _builtins.int
+    """To the last hop: the position up to which the session may go round before its client has read more. A step may begin
+    at positions below it, and it never falls. A session that waits for credit continues.
+    """
+    @_builtins.property
+    def capability(self) -> Global___SignedCapability:
+        """To each hop: a capability in place of an older one, for the same session in the same epoch. Servers of earlier
+        releases do not know it.
+        """
+
     def __init__(
         self,
         *,
         session_id: _builtins.bytes = ...,
         epoch: _builtins.int = ...,
         end: _builtins.int = ...,
+        capability: Global___SignedCapability | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "end", b"end", "epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

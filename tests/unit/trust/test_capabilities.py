@@ -2,18 +2,27 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
+from corolla.block_server.frame_checks import FrameChecks, Identity
+from corolla.block_server.hop_session import OpenRequest
+from corolla.block_server.peers import Peer
+from corolla.chain.identity import SessionIdentity
+from corolla.chain.reservations import ChainBinding, OpenOptions
+from corolla.chain.streams import DataPlane
 from corolla.chassis.errors import CapabilityDenied, RoleDenied, SettingsError
+from corolla.chassis.tasks import TaskGroup
 from corolla.trust import credentials
 from corolla.trust.authority import Authority
-from corolla.trust.capabilities import GRACE_MS, Capabilities
+from corolla.trust.capabilities import GRACE_MS, RENEWAL_S, Capabilities
 from corolla.trust.credentials import (
     CERTIFICATE_FILE,
     KEY_FILE,
@@ -25,7 +34,8 @@ from corolla.trust.credentials import (
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2
-from tests.identities import Identities
+from corolla.wire.span import Span
+from tests.identities import TRUST_DOMAIN, Identities
 
 FINGERPRINT = "weights"
 LEASE_MS = 60_000
@@ -142,6 +152,54 @@ def test_it_expires(identities: Identities) -> None:
     of(identities, Role.BLOCK, "1", clock=lambda: end_s - 1).verify(opening)
     with pytest.raises(CapabilityDenied, match="expired"):
         of(identities, Role.BLOCK, "1", clock=lambda: end_s).verify(opening)
+
+
+async def test_a_session_that_goes_on_can_be_handed_over_with_its_fresh_capability(
+    identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, sent = [1000.0], list[pb.Credit]()
+    client, hop = (of(identities, role, "1", clock=lambda: now_s[0]) for role in (Role.CLIENT, Role.BLOCK))
+    checks, opening = FrameChecks(cast(Identity, None), capabilities=hop), signed_by(client)
+    request = OpenRequest(
+        opening.session_id, opening.epoch, opening.tenant, bytes(16), False, opening.max_tokens, Span(2, 5),
+        LEASE_MS / 1000, True, owner=Workload(TRUST_DOMAIN, Role.CLIENT, "1").owner, capability=opening.capability,
+    )  # fmt: skip
+    peer, stranger = (cast(Peer, SimpleNamespace(owner=owner)) for owner in (request.owner, "another"))
+    plane = DataPlane(FINGERPRINT, TaskGroup(), capabilities=client)
+    monkeypatch.setattr(plane, "notify", lambda address, frame: sent.append(frame))
+    end_s = now_s[0] + (LEASE_MS + GRACE_MS) / 1000
+    now_s[0] = end_s - 1
+    identity = SessionIdentity(request.session_id, request.epoch, request.tenant)
+    plane.renew([common_pb2.Hop(address="b:1", span=opening.blocks)], identity, request.max_tokens, LEASE_MS)
+    (credit,) = sent
+    assert (credit.session_id, credit.epoch, credit.end) == (request.session_id, request.epoch, 0)
+    fresh = checks.renewed(request, credit.capability, peer)
+    now_s[0] = end_s
+    offer: dict[str, Any] = {
+        "session_id": request.session_id, "epoch": request.epoch, "tenant": request.tenant, "blocks": opening.blocks,
+        "max_tokens": request.max_tokens,
+    }  # fmt: skip
+    with pytest.raises(CapabilityDenied, match="expired"):
+        hop.verify(pb.Handover(**offer, capability=request.capability))
+    hop.verify(pb.Handover(**offer, capability=fresh.capability))
+    for wrong, sender in (
+        (request, stranger),
+        (replace(request, max_tokens=request.max_tokens + 1), peer),
+        (replace(request, epoch=request.epoch + 1), peer),
+        (replace(request, owner="another"), peer),
+    ):
+        with pytest.raises(CapabilityDenied):
+            checks.renewed(wrong, credit.capability, sender)
+
+
+def test_capabilities_are_renewed_while_they_are_good_and_not_with_each_step() -> None:
+    identity = SessionIdentity(bytes(16), 1, "tenant")
+    binding = ChainBinding((identity,), common_pb2.Chain(), OpenOptions(8, transient=True), 8, renew_at_s=RENEWAL_S)
+    times_s = (0.0, RENEWAL_S, RENEWAL_S + 1, 2 * RENEWAL_S)
+    assert [binding.must_renew(each) for each in times_s] == [False, True, False, True]
+    assert RENEWAL_S < GRACE_MS / 1000
+    binding.raise_epoch([0])
+    assert not binding.must_renew(9 * RENEWAL_S), "the hops do not have it open in this epoch"
 
 
 @pytest.mark.parametrize("role", [Role.BLOCK, Role.ROUTER, Role.OPERATOR])
