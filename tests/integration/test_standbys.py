@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,23 @@ from corolla.block_server.service import BlockServer
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.states import LayerStates, SessionStates, StateTable
 from corolla.cache.store import SessionCache
-from corolla.chain import recovery, standbys
+from corolla.cache.transfer import token_bytes
+from corolla.chain import recovery, reservations, standbys
 from corolla.chain.recovery_budget import METHODS, RecoveryReport
 from corolla.compute.speed import Speed, measure_speed
 from corolla.hf import AutoDistributedModelForCausalLM
 from corolla.sdk.async_client import AsyncClient
 from corolla.sdk.results import Generation
+from corolla.trust.capabilities import Capabilities
+from corolla.v1 import blocks_pb2 as pb
+from corolla.wire import network
+from tests.adapters import make_adapter
 from tests.checkpoints import CONTEXT_LENGTH, make_tiny_checkpoint
 from tests.faulty_runner import plant_fault
 from tests.integration.hf.models import draw_prompts
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
+from tests.integration.test_adapters import register
 from tests.integration.waiting import until
 from tests.reference import Unsplit
 from tests.tiers import quick
@@ -266,6 +273,49 @@ async def test_codes_are_copied_between_services_that_prove_who_they_are(tmp_pat
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("hop", [0, 1])
+async def test_a_standby_goes_on_with_an_adapter(tmp_path: Path, model: Path, hop: int) -> None:
+    adapter = make_adapter(model, tmp_path / "one")
+    async with swarm_of(tmp_path, model) as swarm:
+        await register(swarm, "one", adapter)
+        expected = await undisturbed(swarm, adapter="one")
+        assert expected != await undisturbed(swarm)
+        answering, running, _ = await begin(swarm, hop, adapter="one")
+        await swarm.crash(running)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert await num_recomputed(swarm) < NUM_PROMPT_TOKENS
+        await swarm.until_empty()
+
+
+@pytest.mark.full
+async def test_a_session_is_handed_over_after_its_first_capabilities_have_expired(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ms = [round(time.time() * 1000)]
+    monkeypatch.setattr(network, "Capabilities", partial(Capabilities, clock=lambda: now_ms[0] / 1000))
+    monkeypatch.setattr(reservations, "RENEWAL_S", 0.0)
+    async with swarm_of(tmp_path, model, server={"grace_s": 30.0}, is_encrypted=True) as swarm:
+        expected = await undisturbed(swarm)
+        answering, running, _ = await begin(swarm, 1)
+
+        def end_ms() -> int:
+            (session,) = [each for each in running.engine.sessions if each.state is SessionState.RUNNING]
+            assert session.request.capability is not None
+            return pb.Capability.FromString(session.request.capability.capability).expires_at_ms
+
+        first_ms = end_ms()
+        now_ms[0] = first_ms - 1
+        await until(lambda: answering.done() or end_ms() > first_ms)
+        now_ms[0] = first_ms + 1
+        await running.stop()
+        swarm.servers.remove(running)
+        answer = await answering
+        assert (answer.token_ids, answer.usage.recoveries) == (expected, 1)
+        assert await num_recomputed(swarm) == 0
+
+
+@pytest.mark.full
 async def test_servers_that_share_no_pages_have_no_standbys(tmp_path: Path, model: Path) -> None:
     async with swarm_of(tmp_path, model, server={"prefix_cache": False}) as swarm:
         await undisturbed(swarm)
@@ -432,17 +482,35 @@ async def test_a_beginning_comes_from_a_server_that_has_no_room(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("prompt_speed, num_parts", [(4000.0, 0), (400.0, 1)], ids=["at once", "midway"])
 async def test_a_beginning_is_computed_where_its_holder_does_not_answer(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, prompt_speed: float, num_parts: int
 ) -> None:
+    """What has arrived before it freezes counts."""
     server = {"page_tokens": PAGE_TOKENS, "kv_cache_mib": 1}
     swarm = Swarm(tmp_path, model, ["0:5", "0:5"], server=server, client={"standby": "off"})
-    async with full_holders(swarm, 4000.0, len(BEGINNING), monkeypatch) as client:
-        (holder,) = [each for each in swarm.servers if num_held(each, SessionState.RUNNING)]
-        wires = swarm.wires_of(swarm.clients[0])
-        wires.freeze(holder.address)
+    copied, copy = list[int](), HandoverSender.copy_settled
+    async with full_holders(swarm, prompt_speed, len(BEGINNING), monkeypatch) as client:
+        holder, hop = sorted(swarm.servers, key=lambda each: -num_held(each, SessionState.RUNNING))
+        frozen = [(swarm.wires_of(swarm.clients[0]), holder.address), (swarm.wires_of(holder), hop.address)]
+
+        async def copy_until_it_freezes(sender: HandoverSender, *given: Any) -> int:
+            sender.max_part_bytes = 2 * PAGE_TOKENS * token_bytes(given[0].cache.store, range(5))
+            copied.append(await copy(sender, *given))
+            freeze()
+            return copied[-1]
+
+        def freeze() -> None:
+            for wires, address in frozen:
+                wires.freeze(address)
+
+        monkeypatch.setattr(HandoverSender, "copy_settled", copy_until_it_freezes)
+        if not num_parts:
+            freeze()
         answer = await client.generate(NEXT_TURN, max_tokens=NUM_NEW, ignore_eos=True)
-        wires.thaw(holder.address)
-        assert answer.usage.cached_tokens == 0
+        for wires, address in frozen:
+            wires.thaw(address)
+        assert len(copied) == num_parts
+        assert answer.usage.cached_tokens <= num_parts * 2 * PAGE_TOKENS
     truth = Unsplit(model).generate(NEXT_TURN, NUM_NEW, ignore_eos=True).token_ids
     assert answer.token_ids == tuple(truth)
