@@ -45,16 +45,22 @@ class TaskGroup:
     cancel_again_s: float = 5.0
     _tasks: set[asyncio.Task[Any]] = field(init=False, default_factory=set)
     _essential: set[asyncio.Task[Any]] = field(init=False, default_factory=set)
+    _is_closed: bool = field(init=False, default=False)
 
     def subgroup(self) -> "TaskGroup":
         """Creates a group for a part of the service; that part closes the group."""
         return TaskGroup(self.on_fatal, self.metrics, cancel_again_s=self.cancel_again_s)
 
     def start(self, work: Work, name: str) -> asyncio.Task[Any]:
-        """Runs `work` until it ends or the group closes; a failure is logged, not raised."""
+        """Runs `work` until it ends or the group closes; a failure is logged, not raised.
+
+        In a closed group, the task is cancelled before it begins: what it would use may have been closed as well.
+        """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        if self._is_closed:
+            task.cancel()
         return task
 
     def start_restartable(self, run: Callable[[], Work], name: RestartableTask) -> asyncio.Task[Any]:
@@ -66,7 +72,8 @@ class TaskGroup:
         if self.on_fatal is None:
             return self.start(self._restart(run, name, is_endless=True), name)
         task = self.start(failpoints.within(name, run()), name)
-        self._essential.add(task)
+        if not self._is_closed:
+            self._essential.add(task)
         return task
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
@@ -75,17 +82,17 @@ class TaskGroup:
         task.cancel()
 
     async def close(self) -> None:
-        """Cancels all tasks, several times if needed, and waits for their ends.
+        """Cancels all tasks, several times if needed, and waits for their ends. From now on, no task begins.
 
         One cancellation may get lost: before Python 3.12, `asyncio.wait_for`, which libraries use, ignores a
         cancellation that arrives together with the awaited result.
         """
+        self._is_closed = True
         self._essential.clear()
-        tasks = set(self._tasks)
-        while tasks:
+        while tasks := set(self._tasks):
             for task in tasks:
                 task.cancel()
-            _, tasks = await asyncio.wait(tasks, timeout=self.cancel_again_s)
+            await asyncio.wait(tasks, timeout=self.cancel_again_s)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

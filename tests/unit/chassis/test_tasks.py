@@ -107,6 +107,27 @@ async def test_a_task_that_its_group_cancels_or_closes_has_not_failed(group: Tas
     assert not fatal.is_set()
 
 
+async def test_a_closed_group_begins_nothing(group: TaskGroup) -> None:
+    begun: list[str] = []
+
+    async def begin() -> None:
+        begun.append("begun")
+
+    async def begin_another() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            late.append(group.start(begin(), "after another one"))
+
+    late: list[asyncio.Task[None]] = []
+    group.start(begin_another(), "another")
+    await asyncio.sleep(0)
+    await group.close()
+    late += [group.start(begin(), "late"), group.start_restartable(begin, "neighbours")]
+    await asyncio.wait(late)
+    assert ([task.cancelled() for task in late], begun) == ([True] * 3, [])
+
+
 async def test_the_parts_of_a_service_end_it_as_well(group: TaskGroup, fatal: asyncio.Event) -> None:
     part = group.subgroup()
     part.start_essential(fail, "placement_watch")

@@ -279,9 +279,10 @@ class ClusterConnection:
             api, self.registry, own_pod, self._failures,
             after_failures_s=self.intervals.after_failures_s, lead_ms=2 * self._mark_ms,
         )  # fmt: skip
+        tasks = self.tasks.subgroup()
         watch.start()
         try:
-            self.tasks.start_restartable(partial(self._write, self._recorder), "pod_tags")
+            tasks.start_restartable(partial(self._write, self._recorder), "pod_tags")
             while True:
                 with contextlib.suppress(CorollaError):
                     await self._round()
@@ -295,7 +296,7 @@ class ClusterConnection:
                 await asyncio.sleep(_SHORTEST_ROUND_S)
         finally:
             watch.stop()
-            await self.tasks.close()
+            await tasks.close()
 
     def deregistered(self, pod_uid: str, farewell: pb.DeregisterServerRequest) -> None:
         """Notes that a block server in this pod has left, and what happened to its sessions."""
