@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import uvloop
+from prometheus_client import CollectorRegistry
 
+from corolla.chassis.channels import bind, new_server
 from corolla.chassis.errors import FingerprintMismatch, MalformedMessage, QueueFull, RoleDenied, StartupError
+from corolla.chassis.metrics import MetricsEndpoint
 from corolla.trust.workload import Role, Workload
 from corolla.v1 import blocks_pb2 as pb
 from corolla.wire import stream
@@ -277,6 +280,23 @@ async def test_a_taken_port_says_so() -> None:
         await two[1].start(acceptor.accept)
     for each in two:
         await each.close()
+
+
+@pytest.mark.parametrize("held, asked", [("127.0.0.1", "0.0.0.0"), ("0.0.0.0", "127.0.0.1")])
+async def test_a_port_of_all_addresses_is_not_shared_with_one_of_them(held: str, asked: str) -> None:
+    """Callers of the one address would silently reach the other process."""
+    with socket.socket() as other:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind((held, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StartupError, match=f"cannot listen on {asked}:{port}"):
+            StreamListener(asked, port)
+        with pytest.raises(StartupError, match=f"cannot listen on {asked}:{port}"):
+            bind(new_server(), asked, port)
+        with pytest.raises(StartupError, match=f"cannot serve metrics on {asked}:{port}"):
+            MetricsEndpoint(CollectorRegistry(), asked, port, lambda: True)
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
