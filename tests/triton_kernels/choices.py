@@ -10,10 +10,15 @@ from torch import Tensor
 
 from corolla.chassis.errors import CorollaError
 from corolla.decoding import sampling
-from corolla.decoding.kernel_trials import failed_trial
 from corolla.decoding.parameters import SampledToken, SamplingParams
-from corolla.decoding.penalties import penalises_as_operators
-from corolla.decoding.race import Racers, drawn_by_kernel, drawn_by_operators, draws_as_operators, racers
+from corolla.decoding.race import (
+    Racers,
+    drawn_by_kernel,
+    drawn_by_operators,
+    draws_as_operators,
+    failed_trial,
+    racers,
+)
 from corolla.decoding.sampling import Sampler, sample_together
 from tests.tiers import quick
 from tests.triton_kernels import DEVICE
@@ -90,7 +95,6 @@ def test_kernels_that_fail_or_differ_give_way_to_operators() -> None:
 
     trials: list[tuple[Callable[..., bool], str, Callable[..., Tensor]]] = [
         (draws_as_operators, "draw", lambda rows, *_others: rows.argmax(dim=-1)),
-        (penalises_as_operators, "penalise", lambda logits, *_others: logits),
     ]
     for trial, name, wrong in trials:
         assert failed_trial(PLACE, trial) is None

@@ -101,7 +101,7 @@ def _run(
     page_tokens: int,
     kv_cache_dtype: str,
 ) -> None:
-    from corolla.kernels.triton.choice_launches import draw_tokens, penalise
+    from corolla.kernels.triton.choice_launches import draw_tokens
     from corolla.kernels.triton.launches import row_counts
 
     backend, config = PagedTriton(), model.config
@@ -120,9 +120,6 @@ def _run(
     groups, table = range(len(store.rules)), LowRankTable(blocks.num_layers, _META)
     scores = torch.empty(1, checkpoint.vocab_size, device=_META)
     numbers = torch.empty(1, dtype=torch.int64, device=_META)
-    are_seen, settings = torch.empty(scores.shape, dtype=torch.bool, device=_META), torch.empty(1, 3, device=_META)
-    for seen, counts in ((are_seen, scores), (are_seen, None), (None, scores)):
-        penalise(scores, seen, counts, settings)
     draw_tokens(scores, numbers, numbers, numbers, torch.empty(1, device=_META))
     for num_rows in sorted({*row_counts(), *_tokens_of_mixtures(model, row_counts())}):
         hidden = torch.empty(num_rows, checkpoint.hidden_size, dtype=dtype, device=_META)

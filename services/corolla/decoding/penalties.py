@@ -1,19 +1,14 @@
 """Penalties for tokens that a text has already: repetition, presence and frequency."""
 
 import copy
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from corolla.decoding import kernel_trials
 from corolla.wire.device_copies import on_device, to_device
-
-_TRIAL_TOKENS: Final = 10_000
 
 
 class TokenPenalties:
@@ -122,8 +117,14 @@ class StackedPenalties:
 
         No row depends on the others.
         """
-        penalise = launched_penalties if kernel_holds(self._device) else penalties_by_operators
-        return penalise(logits, self._are_seen, self._counts, self._settings)
+        scores = logits
+        factors, frequencies, presences = self._settings[:, 0:1], self._settings[:, 1:2], self._settings[:, 2:3]
+        if self._are_seen is not None:
+            penalised = torch.where(scores < 0, scores * factors, scores / factors)
+            scores = torch.where(self._are_seen, penalised, scores)
+        if self._counts is not None:
+            scores = scores - (self._counts * frequencies + (self._counts > 0) * presences)
+        return scores
 
     def add(self, token_ids: Tensor, are_added: Tensor) -> None:
         """Counts the next token of each answer in constant time, and waits for no device.
@@ -137,57 +138,3 @@ class StackedPenalties:
             self._are_seen.scatter_(1, at, self._are_seen.gather(1, at) | are_added)
         if self._counts is not None:
             self._counts.scatter_add_(1, at, are_added.to(self._counts.dtype))
-
-
-def launched_penalties(logits: Tensor, are_seen: Tensor | None, counts: Tensor | None, settings: Tensor) -> Tensor:
-    """Computes by the Triton kernel what `StackedPenalties.apply` returns, of tensors on one device.
-
-    Args:
-        logits: float32 `[R, V]`.
-        are_seen: bool `[R, V]`; None if no row has a repetition penalty.
-        counts: float32 `[R, V]`; None if no row has another penalty.
-        settings: float32 `[R, 3]`: the repetition, frequency and presence penalty of each row.
-
-    Returns:
-        float32 `[R, V]`.
-    """
-    from corolla.kernels.triton import choice_launches
-
-    return choice_launches.penalise(logits.contiguous(), are_seen, counts, settings)
-
-
-def penalties_by_operators(logits: Tensor, are_seen: Tensor | None, counts: Tensor | None, settings: Tensor) -> Tensor:
-    """Computes by operators what `launched_penalties` returns; see `launched_penalties`."""
-    scores = logits
-    factors, frequencies, presences = settings[:, 0:1], settings[:, 1:2], settings[:, 2:3]
-    if are_seen is not None:
-        penalised = torch.where(scores < 0, scores * factors, scores / factors)
-        scores = torch.where(are_seen, penalised, scores)
-    if counts is not None:
-        scores = scores - (counts * frequencies + (counts > 0) * presences)
-    return scores
-
-
-@functools.cache
-def kernel_holds(device: torch.device) -> bool:
-    """Returns True if a kernel penalises scores on a device. The first call tries the kernel."""
-    return kernel_trials.holds("penalties", "operators compute them", device, penalises_as_operators)
-
-
-Penalise = Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Tensor]
-"""See `launched_penalties`."""
-
-
-def penalises_as_operators(device: torch.device, penalise: Penalise = launched_penalties) -> bool:
-    """Returns True if `penalise` computes the scores that operators compute."""
-    generator = torch.Generator().manual_seed(0)
-    scores = 5 * torch.randn(3, _TRIAL_TOKENS, generator=generator)
-    scores[:, :7] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-40, -1e-40, 3e38])
-    counts = torch.randint(-5, 4, scores.shape, generator=generator).clamp(min=0).float()
-    settings = torch.tensor([[1.1, 0.1, 0.3], [0.7, 0.0, -0.8], [1.0, -0.7, 0.0]]).to(device)
-    rows, counts, are_seen = scores.to(device), counts.to(device), (counts > 1).to(device)
-    kinds: list[tuple[Tensor | None, Tensor | None]] = [(are_seen, counts), (are_seen, None), (None, counts)]
-    return all(
-        torch.equal(penalise(rows, seen, known, settings), penalties_by_operators(rows, seen, known, settings))
-        for seen, known in kinds
-    )

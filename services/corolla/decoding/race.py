@@ -15,15 +15,16 @@ kernels give the same bits.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from corolla.decoding import kernel_trials
 from corolla.kernels import draws
 from corolla.kernels.compiler import why_unavailable
+from corolla.kernels.kernel_trial import failure_of
 from corolla.kernels.philox import (
     EVEN_TERMS,
     FRACTION,
@@ -38,7 +39,10 @@ from corolla.kernels.philox import (
     ROUNDS,
     SQUARE_ROOT_OF_HALF,
 )
+from corolla.kernels.triton.availability import missing
 from corolla.wire.device_copies import copied_numbers, on_device
+
+log = logging.getLogger(__name__)
 
 Draw = Callable[[Tensor, "Racers"], Tensor]
 """See `drawn`."""
@@ -100,8 +104,18 @@ def way_of(device: torch.device) -> Draw:
     """What draws on a device. The first call tries the kernel of a GPU."""
     if device.type == "cpu":
         return drawn_by_operators if why_unavailable() else drawn_by_function
-    holds = kernel_trials.holds("draws of tokens", "operators draw", device, draws_as_operators)
-    return drawn_by_kernel if holds else drawn_by_operators
+    if device.type != "cuda":
+        return drawn_by_operators
+    failure = missing() or failed_trial(device, draws_as_operators)
+    if failure is None:
+        return drawn_by_kernel
+    log.warning("operators draw tokens, since the kernel is not used", extra={"failure": failure})
+    return drawn_by_operators
+
+
+def failed_trial(device: torch.device, has_equal_results: Callable[[torch.device], bool]) -> str | None:
+    """Returns why a kernel does not hold on a device: it fails, or its results differ; None: it holds."""
+    return failure_of(lambda: None if has_equal_results(device) else "its results differ")
 
 
 def drawn_by_function(probabilities: Tensor, own: Racers) -> Tensor:

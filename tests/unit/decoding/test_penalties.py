@@ -4,10 +4,9 @@ import gc
 import itertools
 import weakref
 
-import pytest
 import torch
 
-from corolla.decoding.penalties import StackedPenalties, TokenPenalties, penalises_as_operators, penalties_by_operators
+from corolla.decoding.penalties import StackedPenalties, TokenPenalties
 from tests.gpu_double import GPU, a_gpu
 
 CPU = torch.device("cpu")
@@ -85,9 +84,3 @@ def test_stacking_waits_for_no_device() -> None:
         assert not gpu.waits
         for start, scores in zip((0, 1, 0), found, strict=True):
             assert torch.equal(gpu.numbers(scores), expected[start:])
-
-
-@pytest.mark.parametrize("wrong", [1.0, 2.0])
-def test_the_trial_finds_a_wrong_number(wrong: float) -> None:
-    assert penalises_as_operators(CPU, penalties_by_operators)
-    assert not penalises_as_operators(CPU, lambda *given: penalties_by_operators(*given) * (1 + wrong * 1e-6))

@@ -1,6 +1,6 @@
-"""Kernels that choose tokens: the draw from the most probable tokens of a row, and penalties.
+"""The kernel that chooses tokens: the draw from the most probable tokens of a row.
 
-All in them is exact. Random numbers and sums of probabilities are integers, and each operation on other numbers is
+All in it is exact. Random numbers and sums of probabilities are integers, and each operation on other numbers is
 rounded as IEEE 754 says. So the results are those of a processor, and no row depends on the others.
 """
 
@@ -107,25 +107,3 @@ def draw_tokens(probabilities, keys, positions, shares, least, out, width, BLOCK
             # The last token stays, however large the share is.
             goes_on = (tl.sum(below, 0) <= tl.minimum(share, tl.sum(every, 0) - 1)).to(tl.int32)
     tl.store(out + row, token.to(tl.int64))
-
-
-@triton.jit
-def penalise(
-    logits, are_seen, counts, settings, out, width, HAS_SEEN: tl.constexpr, HAS_COUNTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program for each part of a row: the logits with the penalties for tokens of the text, in their order."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    score = tl.load(logits + row * width + at, mask=inside, other=0.0)
-    if HAS_SEEN:
-        factor = tl.load(settings + 3 * row)
-        is_seen = tl.load(are_seen + row * width + at, mask=inside, other=0) != 0
-        penalised = tl.where(score < 0.0, score * factor, tl.div_rn(score, factor + tl.zeros_like(score)))
-        score = tl.where(is_seen, penalised, score)
-    if HAS_COUNTS:
-        frequency, presence = tl.load(settings + 3 * row + 1), tl.load(settings + 3 * row + 2)
-        count = tl.load(counts + row * width + at, mask=inside, other=0.0)
-        score = score - (count * frequency + tl.where(count > 0.0, 1.0, 0.0) * presence)
-    tl.store(out + row * width + at, score, mask=inside)
