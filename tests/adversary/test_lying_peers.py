@@ -371,11 +371,10 @@ async def test_peers_that_wait_for_their_turns_have_no_part_in_memory(
     await tasks.close()
 
 
-@pytest.mark.parametrize("takes_pieces", [False, True])
-async def test_a_server_that_computes_sends_pieces_to_peers_that_take_them(model: Model, *, takes_pieces: bool) -> None:
+async def test_a_server_that_computes_sends_pieces(model: Model) -> None:
     tasks, peer = TaskGroup(), PlayedPeer()
     sender = PartSender(model.whole, model.digest, tasks, lambda: True, wait)
-    sender.ask(pb.Fetch(manifest=model.digest, file=1, takes_pieces=takes_pieces), cast(Peer, peer))
+    sender.ask(pb.Fetch(manifest=model.digest, file=1), cast(Peer, peer))
     await until(lambda: bool(peer.sent))
-    assert peer.num_frames == (4 if takes_pieces else 1)
+    assert peer.num_frames == 4
     await tasks.close()

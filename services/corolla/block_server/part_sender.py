@@ -97,15 +97,15 @@ class PartSender:
 
     async def _send(self, fetch: pb.Fetch, content: bytes | None, peer: Peer) -> None:
         part = pb.Part(file=fetch.file, part=fetch.part, is_absent=content is None)
-        left, num_allowed = memoryview(content or b""), 0
+        left = memoryview(content or b"")
         while left and self._is_computing():
-            num_allowed += await self._wait()
+            num_allowed = await self._wait()
             if num_allowed >= len(left):
                 break
-            if fetch.takes_pieces and num_allowed:
+            if num_allowed:
                 part.has_more = True
                 peer.send(part, left[:num_allowed])
-                left, num_allowed = left[num_allowed:], 0
+                left = left[num_allowed:]
         part.has_more = False
         peer.send(part, left)
 
