@@ -1,14 +1,9 @@
 """Keeps the outputs that this hop sent on in host memory, so that they can be sent again to a new next hop. Pure."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from corolla.chassis.errors import OutputsNotKept
-
-PIECES_PER_PART: Final = 1024
-"""How many pieces of a session are checked at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +55,6 @@ class BoundaryActivations:
     def num_bytes(self, session_id: bytes) -> int:
         """Bytes of one session's outputs."""
         return _nbytes(self._sessions[session_id])
-
-    def check_whole(self, session_id: bytes) -> Iterator[bool]:
-        """Checks whether a session's pieces follow each other without a gap, and have one row for each token.
-
-        It yields one answer for each `PIECES_PER_PART` pieces. Pieces may be added or dropped between two answers.
-        """
-        pieces = self._sessions.get(session_id, [])
-        for start in itertools.count(0, PIECES_PER_PART):
-            if start >= len(pieces):
-                return
-            part = pieces[max(0, start - 1) : start + PIECES_PER_PART]
-            yield all(before.end == after.start for before, after in itertools.pairwise(part)) and all(
-                len(piece.rows) == (piece.end - piece.start) * pieces[0].row_bytes for piece in part
-            )
 
     def range(self, session_id: bytes) -> tuple[int, int]:
         """The tokens `[start, end)` whose outputs are kept."""

@@ -31,18 +31,15 @@ class Violation:
     text: str
 
 
-_TORN_OUTPUTS: Final = Violation("outputs", "the outputs of a session have gaps, or rows of several sizes")
-
-
 def check(
     sessions: SessionTable[Any], outputs: BoundaryActivations, streams: Callable[[bytes], Collection[int]], now_s: float
 ) -> Iterator[list[Violation]]:
     """Checks the invariants in parts that take a fraction of a millisecond each, and yields each part's violations.
 
     Resume the iterator only while nothing is computed or copied and no table is being changed. The tables may change
-    between two parts, because a part depends on no other part: it compares sums, checks one session, or checks some of
-    one session's outputs. Only the comparison of the pages' holders takes several parts; it ends without a result if
-    the pool has changed since it began.
+    between two parts, because a part depends on no other part: it compares sums, or checks one session. Only the
+    comparison of the pages' holders takes several parts; it ends without a result if the pool has changed since it
+    began.
 
     Args:
         streams: returns the numbers of the streams that a client has to this server.
@@ -53,8 +50,6 @@ def check(
         is_held = sessions.get(session.request.session_id) is session
         if is_held or session.state is not SessionState.GONE:
             yield [*_session(session, streams, now_s, is_held=is_held)]
-            for is_whole in outputs.check_whole(session.request.session_id):
-                yield [] if is_whole else [_TORN_OUTPUTS]
     for num_wrong in _wrong_holders(sessions):
         text = f"for {num_wrong} pages, the pool counts another number of holders than the sessions"
         yield [Violation("pages", text)] if num_wrong else []

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corolla.block_server.boundary_activations import PIECES_PER_PART, BoundaryActivations
+from corolla.block_server.boundary_activations import BoundaryActivations
 from corolla.chassis.errors import OutputsNotKept
 
 ROW_BYTES = 4
@@ -71,23 +71,3 @@ def test_the_session_that_was_used_longest_ago_goes_first() -> None:
     assert store.num_evicted == 1
     with pytest.raises(OutputsNotKept):
         store.read(b"b", 0, 3)
-
-
-def test_many_pieces_are_checked_in_parts_between_which_they_change() -> None:
-    store = BoundaryActivations(1 << 20)
-    num_pieces = 3 * PIECES_PER_PART
-    for position in range(num_pieces):
-        store.append(b"a", position, 1, rows(0, 0, 1, 0))
-    assert [*store.check_whole(b"a")] == [True] * 3
-    checks = store.check_whole(b"a")
-    assert next(checks)
-    # Taken back to the middle of what was checked, and sent again in larger steps.
-    for position in range(PIECES_PER_PART // 2, num_pieces, 8):
-        store.append(b"a", position, 8, rows(0, 0, 8, 1))
-    assert all(checks)
-    assert [*store.check_whole(b"a")] == [True]
-    # The piece at the border of two parts is compared with both of its neighbours.
-    for position in range(num_pieces, num_pieces + PIECES_PER_PART):
-        store.append(b"a", position, 1, bytes(ROW_BYTES + (position == num_pieces + 1)))
-    assert not all(store.check_whole(b"a"))
-    assert [*store.check_whole(b"b")] == []
