@@ -37,7 +37,7 @@ FINGERPRINTS: list[str] = []
 async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm]:
     folder: Path = tmp_path_factory.mktemp("roles")
     model = make_tiny_checkpoint("llama", folder / "tiny")
-    admin_port = {"admin_host": "127.0.0.1", "admin_port": Ports().free()}
+    admin_port = {"admin_port": Ports().free()}
     async with Swarm(folder, model, ["0:5"], server=admin_port, is_encrypted=True) as swarm:
         FINGERPRINTS[:] = [status.fingerprint for status in await swarm.statuses()]
         yield swarm
@@ -45,6 +45,14 @@ async def swarm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Swarm
 
 def network_of(swarm: Swarm, role: Role, name: str = "rogue") -> Network:
     return Network.from_folder(swarm.identities.folder_of(role, name))
+
+
+def held_by(swarm: Swarm) -> dict[bytes, tuple[object, ...]]:
+    """Facts about the sessions that the block server holds, by their ids."""
+    return {
+        each.request.session_id: (each, each.state, each.version, each.request.epoch, each.cache.num_tokens)
+        for each in swarm.servers[0].sessions
+    }
 
 
 class Caller:
@@ -161,16 +169,16 @@ async def test_what_one_opened_another_neither_opens_nor_ends(swarm: Swarm) -> N
     assert isinstance(await owner.open(session_id, "acme"), pb.Opened)
     refused = await rogue.open(session_id, "acme", epoch=9)
     assert refused.reason == HopSessionLost.reason
-    held = {facts.session_id: facts for facts in swarm.servers[0].sessions}[session_id]
+    held = held_by(swarm)[session_id]
     rogue.stream.send(pb.Truncate(session_id=session_id, epoch=1, position=0, idle=True))
     rogue.stream.send(pb.Close(session_id=session_id, epoch=9))
     # An answer: the frames before it have been handled.
     assert isinstance(await rogue.open(secrets.token_bytes(16), "acme"), pb.Opened)
-    assert {facts.session_id: facts for facts in swarm.servers[0].sessions}[session_id] == held
+    assert held_by(swarm)[session_id] == held
     # Another client service goes on with it, as after the end of the first.
     assert isinstance(await Caller(swarm, Role.CLIENT, "2").open(session_id, "acme", epoch=2), pb.Opened)
     owner.stream.send(pb.Close(session_id=session_id, epoch=2))
-    await until(lambda: session_id not in {facts.session_id for facts in swarm.servers[0].sessions})
+    await until(lambda: session_id not in held_by(swarm))
     for caller in (owner, rogue):
         caller.stream.close()
 

@@ -35,7 +35,7 @@ async def until_held(server: BlockServer, count: int, num_tokens: int = 0) -> No
     """Until it has so many sessions, of which the longest has more than so many tokens."""
 
     async def is_held() -> bool:
-        lengths = [session.num_tokens for session in server.sessions]
+        lengths = [session.cache.num_tokens for session in server.sessions]
         return len(lengths) == count and max(lengths, default=0) > num_tokens
 
     await until(is_held)

@@ -294,7 +294,7 @@ class Swarm:
         (held,) = server.sessions
         link = HandoverLink(server.address, Network.from_folder(self._tls_dir(Role.BLOCK, 0)).connect)
         async with link.connect(status.fingerprint):
-            link.send(blocks_pb2.Close(session_id=held.session_id, epoch=held.epoch))
+            link.send(blocks_pb2.Close(session_id=held.request.session_id, epoch=held.request.epoch))
             await until(lambda: not server.sessions)
 
     async def until_empty(self, timeout_s: float = 30) -> None:

@@ -195,7 +195,7 @@ def slow(server: BlockServer) -> None:
 
 
 async def until_begun(server: BlockServer, num_answers: int) -> None:
-    await until(lambda: len(server.sessions) == num_answers and all(each.num_tokens for each in server.sessions))
+    await until(lambda: len(server.sessions) == num_answers and all(each.cache.num_tokens for each in server.sessions))
 
 
 async def test_a_removed_adapter_ends_answers_with_a_clear_status(swarm: Swarm, llama: Harness) -> None:

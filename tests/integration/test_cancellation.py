@@ -162,7 +162,6 @@ async def gauges(swarm: Swarm) -> dict[str, float]:
     for number, server in enumerate(swarm.servers):
         read[f"sessions {number}"] = await sample(server.metrics_port, "corolla_hop_sessions")
         read[f"used pages {number}"] = await sample(server.metrics_port, "corolla_kv_pages", state="used")
-        read[f"bytes {number}"] = await sample(server.metrics_port, "corolla_kv_cache_bytes")
         for kind in ("steps", "ring_rows"):
             read[f"waiting {kind} {number}"] = await sample(server.metrics_port, f"corolla_num_{kind}_waiting")
     for name in ("running", "waiting"):

@@ -231,7 +231,7 @@ class _Breaking:
     def _note(self) -> None:
         if self.states is None:
             (here,), (there,) = self._leaving.sessions, self._taker.sessions
-            self.states, self.num_arrived = (here.state, there.state), there.num_tokens
+            self.states, self.num_arrived = (here.state, there.state), there.cache.num_tokens
 
 
 async def fingerprint_of(server: BlockServer) -> str:
@@ -241,4 +241,4 @@ async def fingerprint_of(server: BlockServer) -> str:
 
 
 async def until_tokens(server: BlockServer, num_tokens: int) -> None:
-    await until(lambda: any(held.num_tokens >= num_tokens for held in server.sessions))
+    await until(lambda: any(held.cache.num_tokens >= num_tokens for held in server.sessions))

@@ -87,7 +87,7 @@ def swarm_of(
 
 def num_held(server: BlockServer, state: SessionState = SessionState.STANDBY) -> int:
     """How many tokens a server holds of sessions in a state."""
-    return sum(each.num_tokens for each in server.sessions if each.state is state)
+    return sum(each.cache.num_tokens for each in server.sessions if each.state is state)
 
 
 async def begin(swarm: Swarm, hop: int, **options: Any) -> tuple[asyncio.Task[Generation], BlockServer, BlockServer]:

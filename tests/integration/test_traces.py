@@ -119,7 +119,7 @@ async def test_a_lost_hop_is_a_recovery_that_names_it(tmp_path: Path, model: Pat
         undisturbed = await client.generate(PROMPT, max_tokens=400, ignore_eos=True)
         answering = asyncio.create_task(client.generate(PROMPT, max_tokens=400, ignore_eos=True))
         await until(
-            lambda: any(held.num_tokens > undisturbed.usage.prompt_tokens for held in swarm.servers[0].sessions)
+            lambda: any(held.cache.num_tokens > undisturbed.usage.prompt_tokens for held in swarm.servers[0].sessions)
         )
         (victim,) = [server for server in swarm.servers[1:] if server.sessions]
         await swarm.crash(victim)

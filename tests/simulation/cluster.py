@@ -12,7 +12,7 @@ from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
-from corolla.block_server.handover.sender import HandoverSender
+from corolla.block_server.handover.sender import HandoverLinks, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.neighbours import Neighbours
@@ -128,8 +128,8 @@ class Server:
         receiver = HandoverReceiver(span, self.sessions, self.engine, metrics, self._tasks, max_part_tokens=most)
         sender = HandoverSender(span, self.sessions, self.engine, max_part_tokens=most)
         standbys = self.standbys = Standbys(
-            self.sessions, sender, self.peers, self._neighbours, streams, FINGERPRINT, self._tasks, metrics,
-            least_tokens=scenario.page_tokens,
+            self.sessions, sender, HandoverLinks(streams, FINGERPRINT), self.peers, self._neighbours, self._tasks,
+            metrics, least_tokens=scenario.page_tokens,
         )  # fmt: skip
         servicer = BlockServicer(
             identity, self.engine, self.sessions, self.outputs, self.peers, self.runner.store, receiver,
@@ -137,8 +137,8 @@ class Server:
             standbys=standbys if scenario.has_prefix_cache else None,
         )  # fmt: skip
         self._drain = Drain(
-            description, self.sessions, self.engine, self.peers, self._registration, sender, metrics, streams,
-            standbys=standbys,
+            description, self.sessions, self.engine, self.peers, self._registration, sender,
+            HandoverLinks(streams, FINGERPRINT), metrics, standbys,
         )  # fmt: skip
         self._heartbeats: asyncio.Task[None] | None = None
         cluster.network.take_streams(self.address, self.process, servicer.accept)
@@ -149,7 +149,7 @@ class Server:
         self._registration.state = router_pb2.SERVER_STATE_READY
         periodic_tasks = PeriodicTasks(
             self.engine, self.scheduler, self.sessions, self.outputs, self.peers, self._metrics,
-            page_bytes=lambda: self.runner.store.page_bytes, standby_lags=lambda: self.standbys.lags,
+            standby_lags=lambda: self.standbys.lags,
         )  # fmt: skip
         self._heartbeats = asyncio.create_task(self._registration.run())
         await asyncio.gather(self.engine.run(), periodic_tasks.run(), self._neighbours.run())

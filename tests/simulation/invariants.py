@@ -43,14 +43,13 @@ _CONTROL: Final = (
 
 
 _NEWER_FIELDS: Final[dict[type[Message], tuple[str, ...]]] = {
-    pb.Welcome: ("takes_standbys", "cuts_are_equal", "takes_prediction_layer"),
+    pb.Welcome: ("takes_standbys", "cuts_are_equal"),
     pb.Open: ("standby_transfer_id", "write_start", "only_cached"),
     pb.Opened: ("common_end", "step_id", "load"),
     pb.Fault: ("load",),
     pb.Credit: ("capability",),
     pb.Handover: ("text", "page_tokens", "write_start"),
     pb.HandoverTokens: ("has_states", "step_id"),
-    pb.HandoverAnswer: ("transfer_id",),
 }
 """The fields that came since the protocol has its version. A frame that came since must not be sent to older peers."""
 

@@ -252,10 +252,9 @@ def _evicted_standby_filled(right: Any, self: Any, session_id: bytes, *args: Any
 
 
 @_mutant("standby never filled", HandoverSender, "copy_settled")
-async def _standby_never_filled(_right: Any, self: HandoverSender, *_copy: Any) -> int:
+async def _standby_never_filled(_right: Any, self: HandoverSender, *_copy: Any) -> None:
     """A hop has a standby and copies nothing there."""
     await asyncio.Event().wait()
-    return 0
 
 
 @_mutant("push stops", CopiesToStandbys, "_until_due")

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis.errors import (
     AdapterDenied,
     AdapterError,
@@ -91,12 +90,11 @@ class Adapters:
     in_use: Callable[[], Collection[LoadedAdapter]]
     between_iterations: Callable[[Callable[[], None]], None]
     tasks: TaskGroup
-    metrics: BlockServerMetrics
     patience_s: float = 2.0
     _registered: dict[AdapterVersion, router_pb2.RegisteredAdapter] = field(init=False, default_factory=dict)
     # Least recently used first.
     _loaded: dict[AdapterVersion, LoadedAdapter] = field(init=False, default_factory=dict)
-    _loading: dict[AdapterVersion, asyncio.Future[CorollaError | None]] = field(init=False, default_factory=dict)
+    _loading: dict[AdapterVersion, asyncio.Task[CorollaError | None]] = field(init=False, default_factory=dict)
     # Maps adapters that could not be loaded to their registration, the error, and when the failure is forgotten.
     _failed: dict[AdapterVersion, tuple[router_pb2.RegisteredAdapter, CorollaError, float]] = field(
         init=False, default_factory=dict
@@ -152,8 +150,8 @@ class Adapters:
             loading = self._loading.get(version)
             if loading is None:
                 self._check_failed(version)
-                loading = self._loading[version] = asyncio.get_running_loop().create_future()
-                self.tasks.start(self._load_for(self._registered[version], loading), "loading of an adapter")
+                loading = self.tasks.start(self._load_for(self._registered[version]), "loading of an adapter")
+                self._loading[version] = loading
             try:
                 async with asyncio.timeout(self.patience_s):
                     failure = await asyncio.shield(loading)
@@ -198,26 +196,22 @@ class Adapters:
         if failed is not None and failed[0] == self._registered.get(version):
             raise failed[1]
 
-    async def _load_for(
-        self, registered: router_pb2.RegisteredAdapter, loading: "asyncio.Future[CorollaError | None]"
-    ) -> None:
-        """Loads an adapter and gives the result to every caller that waits for it."""
+    async def _load_for(self, registered: router_pb2.RegisteredAdapter) -> CorollaError | None:
+        """Loads an adapter. Returns the error for every caller that waits for it; None: it is loaded."""
         version = _version(registered)
-        outcome: CorollaError | None = AdapterNotLoaded("a block server is stopping")
         try:
             await self._load(version, registered)
-            outcome = None
         except (AdapterNotLoaded, QueueFull) as error:
             self._failed[version] = registered, error, asyncio.get_running_loop().time() + _REMEMBERED_S
-            outcome = error
+            return error
         except CorollaError as error:
-            outcome = error
+            return error
         except Exception as failure:
             log.error("could not load an adapter", extra={"adapter": version.name, "where": call_path(failure)})
-            outcome = AdapterNotLoaded("a block server could not load the adapter")
+            return AdapterNotLoaded("a block server could not load the adapter")
         finally:
             del self._loading[version]
-            loading.set_result(outcome)
+        return None
 
     async def _load(self, version: AdapterVersion, registered: router_pb2.RegisteredAdapter) -> None:
         began_s = asyncio.get_running_loop().time()
@@ -251,9 +245,7 @@ class Adapters:
         if version not in self._registered:
             raise AdapterNotFound("the adapter was removed", version.name)
         self._loaded[version] = LoadedAdapter(version, products, self._awaited_until_s())
-        self._observe()
         seconds = asyncio.get_running_loop().time() - began_s
-        self.metrics.adapter_load_seconds.observe(seconds)
         facts = {"adapter": version.name, "bytes": products.nbytes, "seconds": round(seconds, 3)}
         log.info("adapter loaded", extra=facts)
 
@@ -287,12 +279,7 @@ class Adapters:
         loaded = self._loaded.pop(version)
         loaded.is_removed = is_removed
         self.between_iterations(partial(self.stacks.forget, loaded.products))
-        self._observe()
         log.info("adapter unloaded", extra={"adapter": version.name, "removed": is_removed})
-
-    def _observe(self) -> None:
-        self.metrics.adapters.set(len(self._loaded))
-        self.metrics.adapter_bytes.set(self.nbytes)
 
 
 def _version(registered: router_pb2.RegisteredAdapter) -> AdapterVersion:

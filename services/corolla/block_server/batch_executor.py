@@ -43,18 +43,14 @@ from corolla.wire.tensors import from_payload
 
 log = logging.getLogger(__name__)
 
-# Samplers with these settings launch every kernel that chooses tokens.
-_EVERY_KERNEL: Final = (
-    SamplingParams(1.0, top_p=0.5, seed=0, repetition_penalty=1.1, presence_penalty=0.1),
-    SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0, repetition_penalty=1.1),
-    SamplingParams(1.0, seed=0, presence_penalty=0.1),
-)
+# A sampler with these settings runs everything that chooses tokens.
+_EVERYTHING: Final = SamplingParams(1.0, top_p=0.5, min_p=0.1, seed=0, repetition_penalty=1.1, presence_penalty=0.1)
 
 
 RowOutput = Tensor | ChosenTokens | CorollaError
 """The output of a row: `[num_tokens, H]` in the model's dtype, or chosen tokens, or an error.
 
-Outputs that leave this server are on the CPU if `_HostCopies` has copied them; others are on the model's device."""
+Outputs that leave this server are on the CPU if they were copied there; others are on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +76,7 @@ class LaunchedIteration:
 
     Attributes:
         kept: the indices of its rows in the batch.
-        copies: the copies of its outputs to the host.
+        to_host: waits for a copy of all outputs on the host, `[tokens, H]`; None: none leave, or the host has them.
         early: the logits of its rows, if the head was launched, too.
         embed_seconds: the seconds that embedding took.
         began_s: when the device began, if that was before the iteration.
@@ -90,15 +86,10 @@ class LaunchedIteration:
     blocks: Span
     batch: LaunchedBatch
     kept: Sequence[int]
-    copies: "_HostCopies"
+    to_host: Callable[[], Tensor] | None
     early: "_EarlyLogits | None"
     embed_seconds: float
     began_s: float | None
-
-    @property
-    def is_computed(self) -> bool:
-        """True if all that the host needs has arrived, so that `BatchExecutor.finish` waits for nothing."""
-        return self.batch.reading.has_arrived
 
 
 @dataclass(eq=False, repr=False)
@@ -225,14 +216,14 @@ class BatchExecutor:
         admitted: Sequence[AdmittedStep],
         work: Sequence[RowWork],
         blocks: Span,
-        preparing: Sequence[Future[None]] = (),
+        preparing: Sequence[Future[bytes | None]] = (),
         may_go_ahead: Callable[[], bool] = lambda: False,
     ) -> LaunchedIteration:
         """Launches an iteration, or takes the step that was launched ahead; then goes ahead of its tokens, if it can.
 
         The head runs before it is known which rows are finite, so that a device has more to compute meanwhile.
         """
-        copies, embed_seconds, began_s = _HostCopies(admitted), 0.0, None
+        to_host, embed_seconds, began_s = None, 0.0, None
         ahead, kept = self._take_ahead(admitted)
         if ahead is not None:
             batch, began_s = ahead.launched, ahead.began_s
@@ -240,32 +231,37 @@ class BatchExecutor:
         else:
             hidden, embed_seconds = self._inputs(admitted)
             batch, kept, early = self.runner.launch(work, hidden, blocks), range(len(work)), None
-            copies.begin(batch.hidden)
+            if batch.hidden.device.type != "cpu" and any(each.sends_all_outputs for each in admitted):
+                # It begins before it is known which outputs are finite.
+                to_host = begin_reading(batch.hidden)
             if self.launches_head_early and self.edges is not None:
                 early = _EarlyLogits.launched(self.edges, admitted, batch)
             batch.reading.begin()
         # The model's own block takes the outputs of this step, and drafts for the next one.
         if not self._drafts(admitted) and early is not None and early.has_one_of_each_row and may_go_ahead():
             early = self._go_ahead(admitted, blocks, preparing, early)
-        return LaunchedIteration(admitted, blocks, batch, kept, copies, early, embed_seconds, began_s)
+        return LaunchedIteration(admitted, blocks, batch, kept, to_host, early, embed_seconds, began_s)
 
     @torch.inference_mode()
     def _finished(self, iteration: LaunchedIteration) -> BatchResult:
         """Waits for an iteration. Its result has no tokens yet."""
         batch, kept = iteration.batch, iteration.kept
         finite = self.runner.finish(batch, kept, iteration.blocks)
-        parts = _split(batch.hidden, [row.num_tokens for row in batch.rows])
+        lengths = [row.num_tokens for row in batch.rows]
+        parts = _split(batch.hidden, lengths)
+        if iteration.to_host is not None:
+            leave = [each.sends_all_outputs for each in iteration.admitted for _ in each.rows]
+            copied = zip(_split(iteration.to_host(), lengths), parts, leave, strict=True)
+            parts = [on_host if leaves else part for on_host, part, leaves in copied]
         outputs = tuple(_row_outputs([parts[index] for index in kept], finite))
-        return BatchResult(
-            iteration.copies.in_place_of(outputs), edge_seconds=iteration.embed_seconds, began_s=iteration.began_s
-        )
+        return BatchResult(outputs, edge_seconds=iteration.embed_seconds, began_s=iteration.began_s)
 
     def _with_choices(
         self,
         result: BatchResult,
         admitted: Sequence[AdmittedStep],
         early: "_EarlyLogits | None",
-        preparing: Sequence[Future[None]],
+        preparing: Sequence[Future[bytes | None]],
     ) -> BatchResult:
         """The result, with the tokens of the rows for which tokens are chosen here."""
         drafts = None
@@ -303,7 +299,7 @@ class BatchExecutor:
         self,
         admitted: Sequence[AdmittedStep],
         blocks: Span,
-        preparing: Sequence[Future[None]],
+        preparing: Sequence[Future[bytes | None]],
         early: "_EarlyLogits",
     ) -> "_EarlyLogits":
         """Launches the next step of the rows if the device can know its input, and before it the choice of its tokens.
@@ -336,13 +332,13 @@ class BatchExecutor:
             log.warning("the next step could not be launched ahead", extra={"where": call_path(failure)})
         return replace(early, logits=logits)
 
-    def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[None]]:
+    def _prepare_choices(self, admitted: Sequence[AdmittedStep]) -> Sequence[Future[bytes | None]]:
         """Lets threads find what grammars allow while a step runs."""
         if self._sampling_threads is None:
             return ()
         samplers = [batch.sampler_for(row, session) for batch in admitted for row, session, _ in batch.rows]
         return [
-            self._sampling_threads.submit(each.sampler.bar_ahead)
+            self._sampling_threads.submit(each.sampler.allowed)
             for each in samplers
             if each is not None and each.sampler.has_grammar
         ]
@@ -372,8 +368,7 @@ class BatchExecutor:
         if self.edges.has_head:
             logits = self.edges.head(torch.zeros(1, self.edges.hidden_size))
             # What chooses tokens is compiled now, not while the first caller waits.
-            for params in _EVERY_KERNEL:
-                sample_together([Sampler(params, ())], logits)
+            sample_together([Sampler(_EVERYTHING, ())], logits)
             logits.cpu()
 
     def _inputs(self, admitted: Sequence[AdmittedStep]) -> tuple[Tensor, float]:
@@ -466,42 +461,6 @@ class BatchExecutor:
                 log.error("head failed", extra={"rows": len(part), "where": call_path(failure)})
                 sampled.extend([error_of(failure)] * len(part))
         return sampled
-
-
-class _HostCopies:
-    """Begins to copy the outputs that leave this server before it is known which of them are finite.
-
-    One copy takes all rows of a step. Where a last hop sends some tokens of a chunk, `Delivery` copies these.
-    """
-
-    def __init__(self, admitted: Sequence[AdmittedStep]) -> None:
-        self._admitted = admitted
-        self._copies: list[Callable[[], Tensor] | None] = []
-
-    def begin(self, hidden: Tensor) -> None:
-        """Begins the copies of the outputs of all rows, `[sum of num_tokens, H]`, if they are on a GPU."""
-        if hidden.device.type == "cpu":
-            return
-        start = 0
-        for batch in self._admitted:
-            end = start + sum(row.num_tokens for row, _, _ in batch.rows)
-            self._copies.append(begin_reading(hidden[start:end]) if batch.sends_all_outputs else None)
-            start = end
-
-    def in_place_of(self, outputs: tuple[Tensor | CorollaError, ...]) -> tuple[Tensor | CorollaError, ...]:
-        """The outputs of all rows, with the copies that were begun in place of what was copied."""
-        if not any(self._copies):
-            return outputs
-        replaced = list(outputs)
-        first = 0
-        for batch, finish in zip(self._admitted, self._copies, strict=True):
-            if finish is not None:
-                parts = _split(finish(), [row.num_tokens for row, _, _ in batch.rows])
-                for index, part in enumerate(parts, first):
-                    if isinstance(outputs[index], Tensor):
-                        replaced[index] = part
-            first += len(batch.rows)
-        return tuple(replaced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class AnnouncedBeginnings:
     """Maps the digests of beginnings to their numbers and last pages. A new beginning gets the next number.
 
     Args:
-        holds: whether the server still has a page.
+        holds: whether a text can still continue from the end of a page.
     """
 
     holds: Callable[[PrefixKey], bool]
@@ -42,7 +42,7 @@ class AnnouncedBeginnings:
             del self._noted[next(iter(self._noted))]
 
     def newest_first(self) -> bytes:
-        """Returns the digests of those whose pages have not been evicted, and forgets the others."""
+        """Returns the digests of those from which texts can continue, and forgets the others."""
         self._noted = {digest: noted for digest, noted in self._noted.items() if self.holds(noted[1])}
         return pack(sorted(self._noted, key=lambda digest: -self._noted[digest][0]))
 

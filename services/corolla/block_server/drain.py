@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from corolla.block_server.engine import Engine
-from corolla.block_server.handover.sender import HandoverLink, HandoverSender
+from corolla.block_server.handover.sender import HandoverLink, HandoverLinks, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import HopSession, SessionState
 from corolla.block_server.metrics import BlockServerMetrics
@@ -28,11 +27,8 @@ from corolla.planning.standbys import takers_for
 from corolla.v1 import blocks_pb2 as pb
 from corolla.v1 import common_pb2, router_pb2
 from corolla.wire.numerics import UNKNOWN, Numerics
-from corolla.wire.stream import Connect, connect
 
 log = logging.getLogger(__name__)
-
-LinkTo = Callable[[str], Awaitable[HandoverLink]]
 
 _NUM_AT_A_TIME: Final = 4
 _ROUND_INTERVAL_S: Final = 0.5
@@ -48,9 +44,6 @@ class Drain:
     In each round it tries to hand over all sessions. It repeats the rounds while a client needs this server, because a
     peer may join or get free pages. If no peer takes a session, this server serves it until the time is over; then its
     client replays it elsewhere.
-
-    Args:
-        connect: opens streams to the servers that take sessions over.
     """
 
     server: router_pb2.ServerDescription
@@ -59,10 +52,10 @@ class Drain:
     peers: PeerTable
     registration: Registration
     sender: HandoverSender
+    links: HandoverLinks
     metrics: BlockServerMetrics
-    connect: Connect = connect
+    standbys: Standbys
     numerics: Numerics = UNKNOWN
-    standbys: Standbys | None = None
     # Maps each session that was handed over to its version here and the server that has it now.
     _moved: dict[bytes, tuple[int, common_pb2.Hop]] = field(init=False, default_factory=dict)
     # The ids of servers that took sessions over, by the last page that these held in common with others.
@@ -75,7 +68,6 @@ class Drain:
             at_once: no answer goes on before this server has left. It tries once to hand its sessions over, for a
                 second at most, and waits for no client.
         """
-        started_s = self.engine.clock()
         self.sessions.is_draining = True
         self.registration.state = router_pb2.SERVER_STATE_DRAINING
         with contextlib.suppress(TimeoutError):
@@ -83,7 +75,6 @@ class Drain:
                 with contextlib.suppress(CorollaError):
                     await self.registration.send_heartbeat()
                 await (self._round() if at_once else self._rounds())
-        self.metrics.drain_seconds.set(self.engine.clock() - started_s)
         log.info("drained", extra={"sessions_left": self.num_left})
 
     async def _rounds(self) -> None:
@@ -123,39 +114,30 @@ class Drain:
         except CorollaError:
             return
         room = asyncio.Semaphore(_NUM_AT_A_TIME)
-        async with AsyncExitStack() as stack:
-            links: dict[str, HandoverLink] = {}
 
-            async def link_to(address: str) -> HandoverLink:
-                if address not in links:
-                    links[address] = HandoverLink(address, self.connect)
-                    await stack.enter_async_context(links[address].connect(self.server.fingerprint))
-                return links[address]
+        async def hand_over(session: HopSession[SessionCache]) -> None:
+            async with room:
+                outcome = await self._traced(session, servers)
+            self.metrics.handed_over.labels(outcome).inc()
 
-            async def hand_over(session: HopSession[SessionCache]) -> None:
-                async with room:
-                    outcome = await self._traced(session, servers, link_to)
-                self.metrics.handed_over.labels(outcome).inc()
+        for session in ended:
+            async with self.links.to(self._moved[session.request.session_id][1].address) as link:
+                await self._settle(session, link)
+        # Sessions in mid-answer come first.
+        await asyncio.gather(*(hand_over(session) for session in sorted(waiting, key=lambda session: session.is_idle)))
 
-            for session in ended:
-                await self._settle(session, link_to)
-            # Sessions in mid-answer come first.
-            await asyncio.gather(
-                *(hand_over(session) for session in sorted(waiting, key=lambda session: session.is_idle))
-            )
-
-    async def _traced(self, session: HopSession[SessionCache], servers: Sequence[Candidate], link_to: LinkTo) -> str:
+    async def _traced(self, session: HopSession[SessionCache], servers: Sequence[Candidate]) -> str:
         """Calls `_hand_over`, and records a span of it if the session is in mid-answer and its request is traced."""
         request = session.request
         if request.trace is None or session.is_idle:
-            return await self._hand_over(session, servers, link_to)
+            return await self._hand_over(session, servers)
         with spans.span("handover", request.trace, blocks=str(request.blocks), server_id=self.server.server_id) as span:
-            outcome = await self._hand_over(session, servers, link_to)
+            outcome = await self._hand_over(session, servers)
             _, hop = self._moved.get(request.session_id, (0, common_pb2.Hop()))
             span.note(outcome=outcome, taker=hop.address, tokens=session.cache.num_tokens)
             return outcome
 
-    async def _hand_over(self, session: HopSession[SessionCache], servers: Sequence[Candidate], link_to: LinkTo) -> str:
+    async def _hand_over(self, session: HopSession[SessionCache], servers: Sequence[Candidate]) -> str:
         request, version = session.request, session.version
         num_tokens = session.cache.num_tokens if session.is_idle else request.max_tokens
         common = session.cache.last_common_page
@@ -164,13 +146,19 @@ class Drain:
             holders=() if common is None else self._holders[common],
             is_guaranteed=request.tenant in self.sessions.guarantees,
         )  # fmt: skip
-        standby_address = "" if self.standbys is None else self.standbys.release(request.session_id, version)
+        standby_address = self.standbys.release(request.session_id, version)
         usable.sort(key=lambda each: each.address != standby_address)
         outcome = "refused" if usable else "no_peer"
         for each in usable:
             hop = common_pb2.Hop(server_id=each.server_id, address=each.address, span=request.blocks.to_message())
             try:
-                num_bytes = await self.sender.send(request.session_id, version, await link_to(hop.address))
+                async with self.links.to(hop.address) as link:
+                    num_bytes = await self.sender.send(request.session_id, version, link)
+                    self.metrics.handover_bytes.labels("out").inc(num_bytes)
+                    self._moved[request.session_id] = (version, hop)
+                    if common is not None:
+                        self._holders[common].add(each.server_id)
+                    return await self._settle(session, link)
             except HopSessionLost:
                 outcome = "failed"
                 break
@@ -185,16 +173,11 @@ class Drain:
                 log.error("could not hand over a session", extra={"where": call_path(failure)})
                 outcome = "failed"
                 break
-            self.metrics.handover_bytes.labels("out").inc(num_bytes)
-            self._moved[request.session_id] = (version, hop)
-            if common is not None:
-                self._holders[common].add(each.server_id)
-            return await self._settle(session, link_to)
         # This server may have refused a step while it sent the last part; the step's client waits for this message.
         self._tell(session, pb.Moved(session_id=request.session_id, epoch=request.epoch))
         return outcome
 
-    async def _settle(self, session: HopSession[SessionCache], link_to: LinkTo) -> str:
+    async def _settle(self, session: HopSession[SessionCache], link: HandoverLink) -> str:
         """Notifies the client that another server has the session now; for an idle session, notifies the router."""
         request, version = session.request, session.version
         _, hop = self._moved[request.session_id]
@@ -203,7 +186,6 @@ class Drain:
             return "moved"
         # The session's turn may have ended since the last part was sent.
         num_tokens = session.cache.num_tokens
-        link = await link_to(hop.address)
         link.send(pb.Truncate(session_id=request.session_id, epoch=request.epoch, position=num_tokens, idle=True))
         try:
             await self.registration.move_session(request.session_id, request.tenant, hop)

@@ -8,7 +8,6 @@ other work, and the copies of keys and values between iterations, runs in the co
 import asyncio
 import logging
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -23,7 +22,6 @@ from corolla.block_server.peers import PeerTable, StepFaults
 from corolla.block_server.relay import Relay
 from corolla.block_server.ring.first_hop import FirstHop
 from corolla.block_server.ring.last_hop import LastHop
-from corolla.block_server.row_sampling import SessionSampler
 from corolla.block_server.scheduler import QueuedStep, Scheduler
 from corolla.block_server.sessions import SessionTable
 from corolla.block_server.step_admission import AdmittedStep, StepAdmission, StepWork
@@ -151,9 +149,8 @@ class Engine:
         self.last_hop = LastHop(self.sessions, self.peers, self._relay)
         self._delivery = Delivery(self.outputs, self.peers, self._relay, self.last_hop, self._faults)
         self._admission = StepAdmission(self.sessions, self.outputs, self._faults, self.clock)
-        self._commands: deque[tuple[Callable[[], None], int | None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._copies: deque[tuple[Callable[[], Any], asyncio.Future[Any]]] = deque()
-        self._behind: deque[weakref.ref[SessionSampler]] = deque()
         self._is_waiting = True
         self._wake = asyncio.Event()
         self._compute_thread = self.compute_thread or ComputeThread()
@@ -180,14 +177,13 @@ class Engine:
         self.scheduler.add(queued, is_bounded=False)
         self._wake.set()
 
-    def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
+    def between_iterations(self, command: Callable[[], None]) -> None:
         """Runs `command` while no session is computed. Commands run in the order of the calls, before any later step.
 
         Args:
             command: a function that changes sessions.
-            max_released_pages: the most pages that the command may release; None if that is unknown.
         """
-        self._commands.append((command, max_released_pages))
+        self._commands.append(command)
         self._wake.set()
 
     async def copy(self, work: Callable[[], Result]) -> Result:
@@ -202,14 +198,6 @@ class Engine:
         self._wake.set()
         return await future
 
-    def read_ahead(self, sampler: SessionSampler) -> None:
-        """Lets a sampler read its text while there is nothing else to compute, so that it can draft earlier."""
-        while self._behind and self._behind[0]() is None:
-            self._behind.popleft()
-        if sampler.is_behind:
-            self._behind.append(weakref.ref(sampler))
-            self._wake.set()
-
     def warm_up(self) -> None:
         """Computes one token that belongs to no session. Must not be called while the engine runs."""
         self._executor.warm_up()
@@ -223,16 +211,6 @@ class Engine:
     def is_idle(self) -> bool:
         """No step, copy or command runs or waits."""
         return self._is_waiting and not self.has_more_to_do
-
-    @property
-    def max_released_pages(self) -> int | None:
-        """The most pages that the waiting commands may release; None if that is unknown. Iterations release none."""
-        total = 0
-        for _, num_pages in self._commands:
-            if num_pages is None:
-                return None
-            total += num_pages
-        return total
 
     def resend(self, work: StepWork) -> None:
         """Sends kept boundary activations again, to the first hop of the step's route."""
@@ -267,7 +245,7 @@ class Engine:
                 await self._make_copies()
                 self._run_commands()
                 steps = self.scheduler.next_batch(takes_prompts=not self._executor.is_ahead)
-                if not steps and not self._copies and not await self._read_ahead():
+                if not steps and not self._copies:
                     break
                 admitted = list(self._admitted(steps))
                 if admitted:
@@ -308,25 +286,11 @@ class Engine:
         if not future.done():
             future.set_result(copied)
 
-    async def _read_ahead(self) -> bool:
-        """Lets the first sampler in line read a chunk. Returns whether there was such a sampler."""
-        while self._behind:
-            sampler = self._behind[0]()
-            if sampler is not None and sampler.is_behind:
-                try:
-                    await self._compute_thread.run(sampler.read_chunk)
-                    return True
-                except Exception as failure:
-                    log.error("a draft model could not read a text", extra={"where": call_path(failure)})
-            self._behind.popleft()
-        return False
-
     def _run_commands(self) -> None:
         if not self._commands:
             return
         while self._commands:
-            command, _ = self._commands.popleft()
-            self._run_command(command)
+            self._run_command(self._commands.popleft())
         self._run_command(self.first_hop.settle)
 
     def _run_command(self, command: Callable[[], None]) -> None:
@@ -387,7 +351,7 @@ class Engine:
         try:
             # A thread that waits for a device does not sleep, either, and to wake another thread takes longer than a
             # turn of the loop.
-            while not launched.is_computed:  # noqa: ASYNC110 - no event of this loop tells what a device does
+            while not launched.batch.reading.has_arrived:  # noqa: ASYNC110 - no event of this loop tells what a device does
                 await asyncio.sleep(0)
             return self._executor.finish(launched)
         finally:

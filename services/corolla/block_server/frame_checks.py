@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from corolla.block_server import readouts
-from corolla.block_server.grammars import GrammarNotRead
 from corolla.block_server.hop_session import OpenRequest
 from corolla.block_server.peers import Peer
-from corolla.block_server.pending_opens import takes_a_while
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.cache.prefixes import ExpectedText, salt_of
 from corolla.chassis.errors import CapabilityDenied, HopSessionLost, MalformedMessage
@@ -165,16 +163,7 @@ class FrameChecks:
         salt = salt_of(control.tenant, blocks, _adapter(control), long_factors=control.long_factors)
         return ExpectedText(salt, hashes, control.text.num_tokens)
 
-    def sampler_at_once(self, control: pb.Open) -> SessionSampler | None:
-        """Makes the sampler on the event loop; None if that takes long: for a long text, say, or a new grammar."""
-        if takes_a_while(control.sampler):
-            return None
-        try:
-            return self.sampler(control, may_read_grammar=False)
-        except GrammarNotRead:
-            return None
-
-    def sampler(self, control: pb.Open, *, may_read_grammar: bool = True) -> SessionSampler:
+    def sampler(self, control: pb.Open) -> SessionSampler:
         """Makes the sampler that chooses a session's tokens. May take long, and may run in any thread."""
         return SessionSampler.read(
             control.sampler,
@@ -182,7 +171,6 @@ class FrameChecks:
             vocab_size=self.identity.vocab_size,
             max_tokens=control.max_tokens,
             grammars=self.shared.grammars,
-            may_read_grammar=may_read_grammar,
         )
 
     def page_hashes(self, text: pb.ExpectedText) -> tuple[bytes, ...]:

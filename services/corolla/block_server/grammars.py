@@ -31,10 +31,6 @@ _STACK_BYTES: Final = 128 << 20
 _starting = threading.Lock()
 
 
-class GrammarNotRead(Exception):
-    """An answer cannot begin at once, because its grammar has to be read first."""
-
-
 class Grammars:
     """Reads grammars and keeps the most recently used ones. Safe to use from several threads.
 
@@ -59,33 +55,29 @@ class Grammars:
             MalformedMessage: the text is not a valid grammar.
             InternalError: the model's tokenizer cannot be read, or does not allow grammars.
         """
-        if self._has(text):
+        if self.has(text):
             self._metrics.cached.inc()
             return
         async with self._fair_lock.hold(tenant):
             await asyncio.wrap_future(self._later(text))
 
-    def begin(self, text: str, token_ids: Sequence[int], *, may_read: bool = True) -> AnswerGrammar:
+    def begin(self, text: str, token_ids: Sequence[int]) -> AnswerGrammar:
         """Returns the grammar's state after these tokens of an answer. It may take seconds if the grammar is new here.
 
         Raises:
-            GrammarNotRead: this server does not have the grammar, and `may_read` is False.
             MalformedMessage: the text is not a valid grammar, or the answer breaks it.
             InternalError: the model's tokenizer cannot be read, or does not allow grammars.
         """
         matcher = self._copy(text)
         if matcher is None:
-            if not may_read:
-                raise GrammarNotRead
             matcher = self._later(text).result()
-        elif not may_read:
-            self._metrics.cached.inc()
         grammar = AnswerGrammar(matcher)
         if not grammar.add_all(token_ids):
             raise MalformedMessage("sampler.token_ids", "are not the beginning of an answer that fits the grammar")
         return grammar
 
-    def _has(self, text: str) -> bool:
+    def has(self, text: str) -> bool:
+        """The grammar was read, and is kept."""
         with self._lock:
             return text in self._read
 

@@ -222,23 +222,6 @@ class RingPlace:
         return cls(ring.first_address, tuple(step.route), ring.max_step_tokens, ring.credit_end)
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFacts:
-    """A snapshot of a session.
-
-    Attributes:
-        num_tokens: how many tokens have their keys and values here.
-        num_pages: how many pages the session was promised.
-    """
-
-    session_id: bytes
-    state: SessionState
-    epoch: int
-    version: int
-    num_tokens: int
-    num_pages: int
-
-
 @dataclass(eq=False, repr=False, slots=True)
 class HopSession(Generic[AnyCache]):
     """One session on this hop.
@@ -279,13 +262,6 @@ class HopSession(Generic[AnyCache]):
     @property
     def state(self) -> SessionState:
         return self._state
-
-    @property
-    def facts(self) -> SessionFacts:
-        request, cache = self.request, self.cache
-        return SessionFacts(
-            request.session_id, self._state, request.epoch, self.version, cache.num_tokens, cache.num_pages
-        )
 
     def apply(self, event: SessionEvent) -> None:
         """Enters the state that follows the event; only this method changes the state. Raises ForbiddenTransition."""

@@ -7,7 +7,6 @@ says so within half a second, and then asks whether the two reach each other aft
 """
 
 import asyncio
-import itertools
 import logging
 import random
 import zlib
@@ -43,8 +42,6 @@ MOST_UNREACHABLE: Final = 64
 MOST_LOST: Final = 4
 """More servers that are lost at the same time are not apart from this one: they died, or this one is cut off."""
 _LOOK_AFTER_S: Final = 0.5
-LOOKS_FOR_ALL: Final = 30
-"""The servers that met this one are asked again once in so many looks, which is every five minutes."""
 
 
 class Outcome(Enum):
@@ -113,13 +110,12 @@ class Meetings:
             await asyncio.sleep(AGAIN_S)
 
     async def run(self) -> None:
-        """Asks again and again those that did not reach this server, and now and then all of them, for ever."""
-        for look in itertools.count(1):
+        """Asks again and again those that did not reach this server, for ever."""
+        while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            asks_all = look % LOOKS_FOR_ALL == 0
-            if (asks_all or self.unreachable) and (ready := await self._ready()) is not None:
+            if self.unreachable and (ready := await self._ready()) is not None:
                 self._note(gone=set(self.unreachable).difference(ready))
-                await self._ask(sorted({*self.unreachable, *(self._some_of(sorted(ready)) if asks_all else ())}))
+                await self._ask(sorted(self.unreachable))
 
     def lost(self, address: str) -> None:
         """Notes that the stream to a server broke, or that no stream to it could be opened."""
@@ -220,12 +216,9 @@ class Meetings:
                 welcome.set_result(None)
 
         try:
-            if not self.neighbours.has_address(address):
-                looked = asyncio.Event()
-                self.neighbours.look_again(lambda _: looked.set())
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_UP_S):
-                        await looked.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_UP_S):
+                    await self.neighbours.finds(address)
             # Otherwise anybody could have this server connect anywhere.
             if not self.neighbours.has_address(address):
                 return

@@ -28,7 +28,9 @@ class StandbyMetrics:
         )
         for direction in DIRECTIONS:
             self.bytes.labels(direction)
-        self.sessions = gauge("corolla_standby_sessions", "Sessions that this server holds as a standby.")
+        self.state_bytes = counter(
+            "corolla_standby_state_bytes", "Bytes of recurrent states among those that this server copied to standbys."
+        )
         self.running = gauge(
             "corolla_hop_running_sessions",
             "Sessions of this server in mid-answer, by whether a standby holds their texts (yes, no).",
@@ -43,13 +45,12 @@ class StandbyMetrics:
             "because it held the beginning of the text.",
         )
 
-    def observe(self, num_standbys: int, num_running: int, lags: Sequence[int]) -> None:
+    def observe(self, num_running: int, lags: Sequence[int]) -> None:
         """Sets the gauges.
 
         Args:
             lags: how many tokens its standby lacks of each session that has one.
         """
-        self.sessions.set(num_standbys)
         self.running.labels("yes").set(len(lags))
         self.running.labels("no").set(max(0, num_running - len(lags)))
         self.lag.set(max(lags, default=0))
@@ -83,7 +84,6 @@ class BlockServerMetrics:
         self.usage = gauge(
             "corolla_kv_cache_usage_ratio", "Share of the KV pages that sessions use or have reserved, 0 to 1."
         )
-        self.cache_bytes = gauge("corolla_kv_cache_bytes", "Bytes of the KV pages in use.")
         self.prefix_queries = counter(
             "corolla_prefix_cache_queries", "Tokens that sessions looked for in this server's prefix cache."
         )
@@ -95,19 +95,12 @@ class BlockServerMetrics:
             "Tokens of evicted texts that came back from the memory of the machine for a session; they are among "
             "corolla_prefix_cache_hits_total.",
         )
-        self.host_pages = gauge(
-            "corolla_host_cache_pages", "KV pages of evicted texts that this server keeps in the memory of the machine."
-        )
         self.device_memory = gauge(
             "corolla_device_memory_bytes",
             "Bytes of the GPU's memory by use: weights, pages (keys and values), recordings (of decode steps), "
             "workspace (tensors of steps, adapters), other (driver, libraries, other processes), free. Only servers on "
             "a GPU have this; process_resident_memory_bytes has the machine's memory.",
             ["use"],
-        )
-        self.recorded_rows = gauge(
-            "corolla_recorded_step_rows",
-            "The most rows of a decode step that this server replays as a recording; 0: it launches each kernel.",
         )
         self.numerics = gauge(
             "corolla_numerics_info",
@@ -143,13 +136,6 @@ class BlockServerMetrics:
         )
         tokens = counter("corolla_hop_tokens", "Tokens computed, by kind (decode, prefill).", ["kind"])
         self.tokens = {kind: tokens.labels(kind) for kind in STEP_KINDS}
-        self.adapters = gauge("corolla_adapters", "Adapters that this server has loaded.")
-        self.adapter_bytes = gauge("corolla_adapter_bytes", "Bytes of the loaded adapters.")
-        self.adapter_load_seconds = histogram(
-            "corolla_adapter_load_seconds",
-            "Seconds that this server took to fetch and load an adapter, with the time that it waited for other ones.",
-            buckets=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 60.0),
-        )
         self.faults = counter("corolla_hop_faults", "Rows refused or failed, by reason.", ["reason"])
         # An alert sees that a series grows, but not that it appears. So the series of these errors exist at once.
         for error in (NonFiniteOutput, StepFailed, OutOfMemory):
@@ -190,7 +176,6 @@ class BlockServerMetrics:
         )
         for outcome in OUTCOMES:
             self.handed_over.labels(outcome)
-        self.drain_seconds = gauge("corolla_drain_seconds", "How long the drain of this server took, in seconds.")
         self.evicted = counter("corolla_hop_sessions_evicted", "Idle sessions freed to make room for others.")
 
     def follow_device(self, by_use: Callable[[], Mapping[str, int]], bound: MemoryBound) -> None:

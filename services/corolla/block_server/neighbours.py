@@ -61,6 +61,14 @@ class Neighbours:
         if len(self._waiting) == 1:
             self.tasks.start(self._look(), "look for a neighbour")
 
+    async def finds(self, address: str) -> bool:
+        """Returns whether the placement names an address, after asking a router if it is unknown here."""
+        if not self.has_address(address):
+            has_looked = asyncio.Event()
+            self.look_again(lambda _: has_looked.set())
+            await has_looked.wait()
+        return self.has_address(address)
+
     def take(self, address: str) -> None:
         """Adds an address for a while. A client service knows it from its own placement, and no router answers here."""
         self._until_s[address] = self.clock() + _KEPT_S

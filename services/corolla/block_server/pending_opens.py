@@ -25,8 +25,8 @@ _LONG_TEXT_TOKENS: Final = 2048
 
 
 def takes_a_while(message: pb.Sampler) -> bool:
-    """Making this sampler would hold the event loop too long, even without its grammar."""
-    return len(message.token_ids) > _LONG_TEXT_TOKENS
+    """Making this sampler may hold the event loop too long: it has a long text, or a grammar, which may be new."""
+    return len(message.token_ids) > _LONG_TEXT_TOKENS or message.HasField("grammar")
 
 
 @dataclass(frozen=True, slots=True)

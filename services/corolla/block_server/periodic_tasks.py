@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -32,7 +31,6 @@ class PeriodicTasks:
     """The periodic tasks of one block server.
 
     Args:
-        page_bytes: returns the bytes of one page of the KV cache.
         standby_lags: returns how many tokens its standby lacks of each session that has one.
 
     Attributes:
@@ -46,7 +44,6 @@ class PeriodicTasks:
     peers: PeerTable
     metrics: BlockServerMetrics
     _: KW_ONLY
-    page_bytes: Callable[[], int]
     standby_lags: Callable[[], Sequence[int]]
     violations: list[Violation] = field(init=False, default_factory=list)
 
@@ -59,9 +56,7 @@ class PeriodicTasks:
         """Runs the periodic tasks once a second until the task is cancelled."""
         while True:
             self.engine.look()
-            # Expired sessions release pages, but the 0 announces none. An open waits for announced pages, and it should
-            # be refused at once rather than wait for a lease that has probably not run out.
-            self.engine.between_iterations(self._tidy, max_released_pages=0)
+            self.engine.between_iterations(self._tidy)
             self._observe()
             await asyncio.sleep(_INTERVAL_S)
 
@@ -69,8 +64,8 @@ class PeriodicTasks:
         """Sets the gauges of what is held and what waits, and the counters whose totals other objects count."""
         metrics, sessions, pool = self.metrics, self.sessions, self.sessions.pool
         metrics.sessions.set(len(sessions))
-        states = Counter(each.state for each in sessions)
-        metrics.standbys.observe(states[SessionState.STANDBY], states[SessionState.RUNNING], self.standby_lags())
+        num_running = sum(each.state is SessionState.RUNNING for each in sessions)
+        metrics.standbys.observe(num_running, self.standby_lags())
         metrics.count_to(metrics.standbys.hits, sessions.num_standby_tokens)
         metrics.pages.labels("used").set(pool.num_used)
         metrics.pages.labels("reserved").set(pool.num_reserved)
@@ -79,10 +74,8 @@ class PeriodicTasks:
         metrics.guaranteed_pages.labels("kept").set(sessions.num_kept_pages)
         metrics.guaranteed_pages.labels("missing").set(sessions.guarantees.num_missing)
         metrics.usage.set(1 - pool.num_available / pool.num_pages)
-        metrics.cache_bytes.set(pool.num_used * self.page_bytes())
         metrics.count_to(metrics.prefix_queries, pool.num_prefix_tokens_asked)
         metrics.count_to(metrics.prefix_hits, pool.num_prefix_tokens_found)
-        metrics.host_pages.set(0 if pool.host is None else len(pool.host))
         metrics.count_to(metrics.evicted, sessions.num_evicted)
         metrics.boundary_activation_bytes.set(self.outputs.nbytes)
         metrics.count_to(metrics.outputs_evicted, self.outputs.num_evicted)
@@ -114,9 +107,7 @@ class PeriodicTasks:
             found += part
             if self.engine.clock() >= end_s:
                 next_slice = partial(self._check_slice, parts, found)
-                asyncio.get_running_loop().call_soon(
-                    partial(self.engine.between_iterations, next_slice, max_released_pages=0)
-                )
+                asyncio.get_running_loop().call_soon(self.engine.between_iterations, next_slice)
                 return
         self._note(found)
 

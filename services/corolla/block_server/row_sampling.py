@@ -73,19 +73,16 @@ class SessionSampler:
         vocab_size: int,
         max_tokens: int,
         grammars: Grammars | None = None,
-        may_read_grammar: bool = True,
     ) -> Self:
         """Makes a sampler from the message of an Open.
 
         Args:
             max_tokens: the most tokens of the session.
             grammars: the grammars of this server; None if it follows no grammars.
-            may_read_grammar: whether to read a grammar that this server does not have, which may take long.
 
         Raises:
             MalformedMessage: a parameter is out of range, or the text has unknown ids or breaks its grammar.
             InternalError: grammars cannot be followed here.
-            GrammarNotRead: this server does not have the grammar, and must not read it now.
         """
         _check(message, vocab_size, max_tokens)
         text = list(message.token_ids)
@@ -94,7 +91,7 @@ class SessionSampler:
         if message.HasField("grammar"):
             if grammars is None:
                 raise MalformedMessage("sampler.grammar", "is not supported by this server")
-            grammar = grammars.begin(message.grammar.text, generated_ids, may_read=may_read_grammar)
+            grammar = grammars.begin(message.grammar.text, generated_ids)
         try:
             num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
             params = SamplingParams.read(message.parameters, vocab_size, num_logprobs, message.seed)
@@ -114,16 +111,6 @@ class SessionSampler:
     def mtp_drafter(self) -> MtpDrafter | None:
         """The drafter of the model's own block; None: the block drafts nothing for this session."""
         return None if self.speculator is None else self.speculator.mtp
-
-    @property
-    def is_behind(self) -> bool:
-        """The speculator still has to read some of the text before it can draft."""
-        return self.speculator is not None and self.speculator.is_behind
-
-    def read_chunk(self) -> None:
-        """Lets the speculator read the next chunk of the text."""
-        if self.speculator is not None:
-            self.speculator.read_chunk()
 
     def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
         """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it.

@@ -16,9 +16,9 @@ from corolla.block_server.drain import Drain
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import Identity
 from corolla.block_server.handover.receiver import HandoverReceiver
-from corolla.block_server.handover.sender import PART_BYTES, PART_BYTES_OF_GPUS, HandoverSender
+from corolla.block_server.handover.sender import PART_BYTES, PART_BYTES_OF_GPUS, HandoverLinks, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
-from corolla.block_server.hop_session import SessionFacts
+from corolla.block_server.hop_session import HopSession
 from corolla.block_server.meetings import Meetings
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.model_files import ModelFiles
@@ -38,6 +38,7 @@ from corolla.block_server.spare_weights import Keeping, SpareWeights
 from corolla.block_server.start_progress import StartProgress
 from corolla.block_server.step_admission import StepWork
 from corolla.block_server.step_spans import StepSpans
+from corolla.cache.store import SessionCache
 from corolla.chassis.addresses import host_port
 from corolla.chassis.errors import StartupError
 from corolla.chassis.handlers import call_path
@@ -165,7 +166,7 @@ class BlockServer:
         self._heartbeats: asyncio.Task[None] | None = None
         self._adapters: Adapters | None = None
         self._has_place, self._num_moved, self._num_left = False, 0, 0
-        self._admin = AdminEndpoint(settings.admin_host, settings.admin_port, self._rpc_metrics, network)
+        self._admin = AdminEndpoint(settings.admin_port, self._rpc_metrics, network)
         self.parts = Parts(
             Part("metrics port", stop=self._metrics_endpoint.close),
             Part("tasks", stop=self._tasks.close),
@@ -212,9 +213,9 @@ class BlockServer:
         return host_port(self.settings.reachable_host, self.port)
 
     @property
-    def sessions(self) -> tuple[SessionFacts, ...]:
+    def sessions(self) -> tuple[HopSession[SessionCache], ...]:
         """The sessions that the server holds now; empty before it has started."""
-        return tuple(session.facts for session in self._sessions) if self.has_started else ()
+        return tuple(self._sessions) if self.has_started else ()
 
     @property
     def has_started(self) -> bool:
@@ -377,7 +378,6 @@ class BlockServer:
             )
         runner = self._runner
         recorded_rows = 0 if runner.decode_graphs is None else runner.decode_graphs.max_rows
-        self._metrics.recorded_rows.set(recorded_rows)
         self._kernels = runner.kernel_choices.summary(recorded_rows)
         if self._bandwidth is not None:
             self._follow_device(self._bandwidth, recorded_bytes)
@@ -465,17 +465,17 @@ class BlockServer:
             self._adapters = Adapters(
                 self._model, checkpoint.num_blocks, self._runner.stacks,
                 max_bytes=settings.adapters_mib << 20, folder=settings.adapters_dir, hub=self._hub,
-                ask_router=self._registration.placement, in_use=lambda: sessions.adapters_in_use,
-                between_iterations=partial(engine.between_iterations, max_released_pages=0),
-                tasks=self._work, metrics=self._metrics,
+                ask_router=self._registration.placement,
+                in_use=lambda: [each.request.adapter for each in sessions if each.request.adapter is not None],
+                between_iterations=engine.between_iterations, tasks=self._work,
             )  # fmt: skip
         self._sender = HandoverSender(
             self._span, sessions, engine, max_part_tokens=self._max_part_tokens,
             max_part_bytes=PART_BYTES if self._device.type == "cpu" else PART_BYTES_OF_GPUS,
         )  # fmt: skip
         self._standbys = Standbys(
-            sessions, self._sender, self._peers, self._neighbours, self._network.connect, self._fingerprint, self._work,
-            self._metrics,
+            sessions, self._sender, HandoverLinks(self._network.connect, self._fingerprint), self._peers,
+            self._neighbours, self._work, self._metrics,
         )  # fmt: skip
         self._meetings: Meetings = Meetings(
             self.address, self._fingerprint, self._neighbours, self._network.connect, self._registration.placement,
@@ -493,15 +493,14 @@ class BlockServer:
     def _make_drain(self) -> None:
         self._drain = Drain(
             self._description, self._sessions, self.engine, self._peers, self._registration, self._sender,
-            self._metrics, self._network.connect, self._numerics, self._standbys,
+            HandoverLinks(self._network.connect, self._fingerprint), self._metrics, self._standbys, self._numerics,
         )  # fmt: skip
 
     def _start_iterations(self) -> None:
-        store = self._runner.store
         self._work.start_essential(self.engine.run, "engine")
         self.periodic_tasks = PeriodicTasks(
             self.engine, self._scheduler, self._sessions, self._outputs, self._peers, self._metrics,
-            page_bytes=lambda: store.page_bytes, standby_lags=lambda: self._standbys.lags,
+            standby_lags=lambda: self._standbys.lags,
         )  # fmt: skip
         self._work.start_essential(self.periodic_tasks.run, "periodic_tasks")
 
@@ -634,13 +633,12 @@ class BlockServer:
             )
 
     def _load(self) -> router_pb2.ServerLoad:
-        if "engine" not in self.parts.started:
+        if "servicer" not in self.parts.started:
             progress, files = self._progress, self._loader.model_files
             if progress is not None:
                 return router_pb2.ServerLoad(start_share=progress.share, start_seconds_left=progress.seconds_left)
             return router_pb2.ServerLoad(start_seconds_left=files.seconds_left if files is not None else 0.0)
-        pool = self._sessions.pool
-        num_copied = self._standbys.num_copied_tokens if "servicer" in self.parts.started else 0
+        pool, standbys = self._sessions.pool, self._standbys
         return router_pb2.ServerLoad(
             num_sessions=len(self._sessions),
             num_pages=pool.num_pages,
@@ -652,8 +650,10 @@ class BlockServer:
             decode_batch_rows=self.engine.decode_batch_rows,
             numerics=str(self._numerics),
             kernels=self._kernels,
-            num_tokens_at_risk=max(0, self._sessions.num_running_tokens - num_copied),
+            num_tokens_at_risk=max(0, self._sessions.num_running_tokens - standbys.num_copied_tokens),
+            standby_bytes=standbys.num_bytes,
+            standby_state_bytes=standbys.num_state_bytes,
             beginnings=self._sessions.announced.newest_first(),
             spare_spans=[span.to_message() for span in self._spares.spans],
-            unreachable=self._meetings.unreachable if "servicer" in self.parts.started else (),
+            unreachable=self._meetings.unreachable,
         )

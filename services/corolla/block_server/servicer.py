@@ -2,13 +2,10 @@
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
-
-import psutil
 
 from corolla.block_server.adapters import Adapters
 from corolla.block_server.beginnings import named_in
@@ -22,7 +19,7 @@ from corolla.block_server.meetings import Meetings
 from corolla.block_server.page_returns import PageReturns
 from corolla.block_server.part_sender import PartSender
 from corolla.block_server.peers import Peer, PeerTable, fill_fault, step_fault
-from corolla.block_server.pending_opens import PendingOpens
+from corolla.block_server.pending_opens import PendingOpens, takes_a_while
 from corolla.block_server.row_sampling import NOTHING_SHARED, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import QueuedStep
 from corolla.block_server.sessions import SessionTable
@@ -56,6 +53,7 @@ log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
 _FAREWELL_S: Final = 1.0
+_ADMIN_HOST: Final = "127.0.0.1"
 _ADMIN_SERVICE: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 
@@ -165,8 +163,6 @@ class BlockServicer:
             num_free_pages=pool.num_available,
             num_cached_pages=pool.num_cached,
             page_tokens=pool.page_tokens,
-            kv_cache_bytes=pool.num_used * self.store.page_bytes,
-            resident_memory_bytes=psutil.Process(os.getpid()).memory_info().rss,
             num_queued_steps=len(self.engine.scheduler),
             adapters=[version.to_message() for version in self.adapters.versions] if self.adapters else (),
             adapter_bytes=self.adapters.nbytes if self.adapters else 0,
@@ -202,7 +198,6 @@ class BlockServicer:
                 has_draft_model=self.shared.draft_model is not None,
                 takes_stream_ids=True,
                 takes_standbys=self.standbys is not None,
-                takes_prediction_layer=True,
                 cuts_are_equal=identity.cuts_are_equal,
                 keeps_states=identity.keeps_states,
             )
@@ -228,24 +223,17 @@ class BlockServicer:
 
         try:
             request = self._checks.open_request(control, payload, peer)
-            # The present iteration may take long. If the session will not even fit after the iteration has released
-            # pages, the open is refused at once.
-            max_released_pages = self.engine.max_released_pages
-            if max_released_pages is not None and not (request.standby_transfer_id or request.only_cached):
-                self.sessions.check_room(request, max_released_pages)
 
             def open_soon(sampler: SessionSampler | None = None) -> None:
-                opening = partial(self._open_session, control, replace(request, sampler=sampler), peer, refuse)
-                num_pages = self.sessions.num_pages_in_use(control.session_id)
-                self.engine.between_iterations(opening, max_released_pages=num_pages)
+                self.engine.between_iterations(
+                    partial(self._open_session, control, replace(request, sampler=sampler), peer, refuse)
+                )
 
-            has_sampler = control.HasField("sampler")
+            make = self._checks.sampler if control.HasField("sampler") else None
             is_loaded = self._has_adapter(request) and not self._page_returns.names(request)
-            sampler = self._checks.sampler_at_once(control) if has_sampler and is_loaded else None
-            if is_loaded and (sampler is not None or not has_sampler):
-                open_soon(sampler)
+            if is_loaded and not takes_a_while(control.sampler):
+                open_soon(None if make is None else make(control))
             else:
-                make = self._checks.sampler if has_sampler else None
                 self._pending_opens.start(control, peer, make, open_soon, refuse, partial(self._prepare, request))
         except CorollaError as error:
             refuse(error)
@@ -277,8 +265,6 @@ class BlockServicer:
                 load=self._load(),
             )
         )
-        if request.sampler is not None:
-            self.engine.read_ahead(request.sampler)
         failpoints.passed("after_open")
 
     def _load(self) -> pb.HopLoad:
@@ -348,7 +334,7 @@ class BlockServicer:
             return
         step.dtype, step.hidden_size = self.identity.dtype, self.identity.hidden_size
         # The outputs are sent after the opens that came before this frame, and not during an iteration.
-        self.engine.between_iterations(lambda: self.engine.resend(StepWork(step, b"", peer)), max_released_pages=0)
+        self.engine.between_iterations(lambda: self.engine.resend(StepWork(step, b"", peer)))
 
     def _queued_step(self, step: pb.Step, payload: Buffer, peer: Peer) -> QueuedStep[StepWork]:
         blocks = self._checks.step_blocks(step, peer)
@@ -378,7 +364,7 @@ class BlockServicer:
             if self._has_say(session_id, peer):
                 change()
 
-        self.engine.between_iterations(run, max_released_pages=self.sessions.num_pages_in_use(session_id))
+        self.engine.between_iterations(run)
 
     def _has_say(self, session_id: bytes, peer: Peer) -> bool:
         """The peer may change the session.
@@ -411,10 +397,7 @@ class BlockServicer:
             _audit("handover", error, peer)
             peer.send(answer_to(control, error))
             return
-        if self._has_adapter(request):
-            self.engine.between_iterations(lambda: self.receiver.on_offer(request, control.transfer_id, peer))
-        else:
-            self.tasks.start(self._take_offer(request, control, peer), "offer of a session with an adapter")
+        self.tasks.start(self._take_offer(request, control, peer), "offer of a session")
 
     async def _take_offer(self, request: OpenRequest, control: pb.Handover, peer: Peer) -> None:
         """Takes a session over once its adapter is loaded, or refuses it."""
@@ -447,7 +430,6 @@ class BlockServicer:
 class AdminEndpoint:
     """Serves AdminService, through which `corolla drain` makes a block server leave, if it has a port of its own."""
 
-    host: str
     port: int
     metrics: RpcMetrics
     network: Network
@@ -459,7 +441,7 @@ class AdminEndpoint:
     async def start(self) -> None:
         """Begins to serve. Raises StartupError if the port is taken."""
         if self.port:
-            self._rpc = self.network.rpc_server(self.host, self.port, self.metrics, with_reflection=False)
+            self._rpc = self.network.rpc_server(_ADMIN_HOST, self.port, self.metrics, with_reflection=False)
             self._rpc.add(_ADMIN_SERVICE, self.network.service_handler(_ADMIN_SERVICE, self, self.metrics))
             await self._rpc.start()
             await self._rpc.ready()

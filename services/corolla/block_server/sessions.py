@@ -15,7 +15,6 @@ from corolla.chassis.errors import HopLeaving, HopSessionLost, OutOfPages, Posit
 from corolla.wire.span import Span
 
 if TYPE_CHECKING:
-    from corolla.block_server.adapters import LoadedAdapter
     from corolla.compute.prompts import BlockPrompts
     from corolla.v1 import blocks_pb2 as pb
 
@@ -62,18 +61,13 @@ class SessionTable(Generic[AnyCache]):
     is_draining: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        self.announced = AnnouncedBeginnings(self.pool.has_prefix)
+        self.announced = AnnouncedBeginnings(self.new_cache().has_beginning)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def __iter__(self) -> Iterator[HopSession[AnyCache]]:
         return iter(self._sessions.values())
-
-    @property
-    def adapters_in_use(self) -> "set[LoadedAdapter]":
-        """The adapters of sessions that may take steps."""
-        return {session.request.adapter for session in self if session.request.adapter is not None}
 
     @property
     def num_available_pages(self) -> int:
@@ -118,30 +112,6 @@ class SessionTable(Generic[AnyCache]):
             tokens[tenant] = tokens.get(tenant, 0) + row.num_tokens
         return tokens
 
-    def num_pages_in_use(self, session_id: bytes) -> int:
-        """The most pages that become available only when a session ends or is reopened; 0 for an idle session."""
-        session = self._sessions.get(session_id)
-        return 0 if session is None or session.is_idle else session.num_pages + session.cache.num_common_pages
-
-    def check_room(self, request: OpenRequest, max_released_pages: int) -> None:
-        """Raises OutOfPages early if `open` is sure to raise it later. It may be called while steps are computed.
-
-        Steps give back no promised pages, and idle sessions have no steps. So when a new or idle session is opened, at
-        most `max_released_pages` more pages are available than now. What it may hold in common does not count: a step
-        may compute it.
-        """
-        session = self._sessions.get(request.session_id)
-        if session is not None and not session.is_idle:
-            return
-        cache = self.new_cache()
-        num_whole = 0 if request.text is None else len(request.text.hashes)
-        num_common = min(num_whole, request.write_start // self.pool.page_tokens)
-        num_pages = cache.worst_case(request.max_tokens)
-        num_pages -= num_common * sum(not each.has_window for each in cache.tables)
-        num_available = self.num_available_pages + max_released_pages
-        if num_pages > num_available:
-            raise too_few_pages(num_pages, num_available)
-
     def make_room(self, num_tokens: int) -> None:
         """Evicts idle sessions until `num_tokens` tokens that belong to no session have room.
 
@@ -168,13 +138,7 @@ class SessionTable(Generic[AnyCache]):
         return self._begin(request, SessionEvent.OPENED, now_s)
 
     def _begin(self, request: OpenRequest, event: SessionEvent, now_s: float) -> HopSession[AnyCache]:
-        session = self._sessions.get(request.session_id)
-        if session is not None:
-            session.check_open(request)
-        elif self.is_draining:
-            raise HopLeaving("a block server takes no new sessions")
-        if request.prompts is not None:
-            self._check_prompts(request.prompts, except_of=request.session_id)
+        session = self._held_for(request, may_drain=True)
         cache = self.new_cache() if session is None else session.cache
         is_kept = (
             session is not None
@@ -205,6 +169,26 @@ class SessionTable(Generic[AnyCache]):
         # What the prefix cache has of the text is settled; what the session held before may be more than its answer.
         session.num_settled_tokens = cache.num_tokens if was_empty else 0
         self._ended_epochs.pop(request.session_id, None)
+        return self._entered(session, request, event, now_s)
+
+    def _held_for(self, request: OpenRequest, *, may_drain: bool) -> HopSession[AnyCache] | None:
+        """The session that a request opens again; None: it is a new one.
+
+        Args:
+            may_drain: whether held sessions may be opened while this server drains.
+        """
+        session = self._sessions.get(request.session_id)
+        if session is not None:
+            session.check_open(request)
+        if self.is_draining and (session is None or not may_drain):
+            raise HopLeaving("a block server takes no new sessions")
+        if request.prompts is not None:
+            self._check_prompts(request.prompts, except_of=request.session_id)
+        return session
+
+    def _entered(
+        self, session: HopSession[AnyCache], request: OpenRequest, event: SessionEvent, now_s: float
+    ) -> HopSession[AnyCache]:
         session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
         session.version = next(self._versions)
         session.apply(event)
@@ -219,13 +203,7 @@ class SessionTable(Generic[AnyCache]):
         Raises:
             HopLeaving, HopSessionLost, StaleEpoch, OutOfPages: see `open`.
         """
-        session = self._sessions.get(request.session_id)
-        if session is not None:
-            session.check_open(request)
-        if self.is_draining:
-            raise HopLeaving("a block server takes no new sessions")
-        if request.prompts is not None:
-            self._check_prompts(request.prompts, except_of=request.session_id)
+        session = self._held_for(request, may_drain=False)
         is_kept = session is not None and session.state is SessionState.STANDBY and request.resume
         if session is not None and not (is_kept and session.request.agrees_with(request)):
             self._free(session)
@@ -234,11 +212,8 @@ class SessionTable(Generic[AnyCache]):
             session = HopSession(request, self.new_cache())
             write_start = 0 if request.text is None else request.text.num_tokens
             session.cache.allocate(None, request.text, write_start, is_copied=True)
-        session.request = request if request.prompts is None else replace(request, prompts=request.prompts.copy())
-        session.transfer_id, session.version = request.standby_transfer_id, next(self._versions)
-        session.apply(SessionEvent.NAMED_STANDBY)
-        self._touch(session, now_s)
-        return session
+        session.transfer_id = request.standby_transfer_id
+        return self._entered(session, request, SessionEvent.NAMED_STANDBY, now_s)
 
     def grow_standby(self, session: HopSession[AnyCache], start: int, end: int) -> None:
         """Makes room for the tokens `[start, end)` of a standby, behind those that it has or in their place.

@@ -1,7 +1,6 @@
 """The settings of a block server, from `COROLLA_*` variables."""
 
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -184,8 +183,7 @@ class BlockServerSettings(ServiceSettings):
         description="The most microbatches in flight at a time on a chain whose first hop is this server; 0: one for "
         "each device. Hops on one GPU are known as such; set fewer if hops share processors.",
     )
-    admin_host: str = Field("127.0.0.1", description="Address that AdminService is served on.")
-    admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 serves none.")
+    admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService on 127.0.0.1; 0 serves none.")
     quotas_file: Path | None = Field(
         None,
         description="JSON file with the quotas of tenants: docs/security.md#quotas. The server keeps the guaranteed "
@@ -222,11 +220,6 @@ class BlockServerSettings(ServiceSettings):
                 "a draft model runs on a CPU only; remove it, and let requests ask for prompt_lookup, which needs none"
             )
         return value
-
-    @property
-    def listening_hosts(self) -> Mapping[str, str]:
-        """The addresses on which the service takes calls, by the variables that set them."""
-        return {**super().listening_hosts, **({"COROLLA_ADMIN_HOST": self.admin_host} if self.admin_port else {})}
 
     @property
     def max_tokens_per_frame(self) -> int:

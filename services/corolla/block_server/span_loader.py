@@ -276,14 +276,15 @@ class SpanLoader:
         return weight_format(settings.dtype, settings.quantization, packed, expanded)
 
     def _load_edges(self, checkpoint: Checkpoint, span: Span) -> Edges | None:
-        ends = _ends_of(checkpoint, span)
-        if not any(ends.values()):
+        has_embedding, has_head = span.start == 0, span.end == checkpoint.num_blocks
+        if not (has_embedding or has_head):
             return None
         settings = self._settings
         edges = load_edges(
-            checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, quantization=settings.quantization, **ends
-        )
-        if ends["has_head"]:
+            checkpoint, dtype=DTYPES[settings.dtype], device=settings.device, has_embedding=has_embedding,
+            has_head=has_head, quantization=settings.quantization,
+        )  # fmt: skip
+        if has_head:
             edges.choose_products(settings.products)
         return edges
 
@@ -335,8 +336,3 @@ class SpanLoader:
                 "fewer blocks, raise COROLLA_KV_CACHE_MIB, or set COROLLA_MAX_BATCH_TOKENS to less"
             )
         return num_pages
-
-
-def _ends_of(checkpoint: Checkpoint, span: Span) -> dict[str, bool]:
-    """Says which edges a span needs: the embedding for the first block, and the head for the last one."""
-    return {"has_embedding": span.start == 0, "has_head": span.end == checkpoint.num_blocks}

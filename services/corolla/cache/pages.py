@@ -36,6 +36,8 @@ class PagePool:
         charged_readers: for each page, how many of these name an account.
         num_charged: for each account, the number of pages for which it is charged.
         host: remembers what the prefix cache evicts; None: that is lost.
+        num_prefix_tokens_asked: how many tokens sessions looked for in the prefix cache.
+        num_prefix_tokens_found: how many of them they found.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -254,11 +256,6 @@ class PagePool:
         if page is not None and not self._num_holders[page]:
             self._prefixes.renew(page)
         return page
-
-    def count_prefix_query(self, num_asked: int, num_found: int) -> None:
-        """Counts the tokens that a session looked for in the prefix cache, and those that were found."""
-        self.num_prefix_tokens_asked += num_asked
-        self.num_prefix_tokens_found += num_found
 
     def _evict(self) -> None:
         while self.num_cached > self.num_available:

@@ -221,7 +221,8 @@ class SessionPages:
         self.write_start = write_start
         if to_find is not None:
             num_asked = len(self._hashes_to_find(to_find, most_tokens))
-            self.pool.count_prefix_query(num_asked * self.pool.page_tokens, num_tokens)
+            self.pool.num_prefix_tokens_asked += num_asked * self.pool.page_tokens
+            self.pool.num_prefix_tokens_found += num_tokens
         if to_find is not None and num_matched:
             self._begin_with(to_find, num_matched, cached)
         self.reserve(num_reserved)
@@ -237,6 +238,10 @@ class SessionPages:
         self.num_tokens = num_matched * self.pool.page_tokens
         for table, pages in zip(self.tables, cached, strict=True):
             table.hold_cached(table.num_passed_pages(num_matched), pages, self.write_start // self.pool.page_tokens)
+
+    def has_beginning(self, last_page: PrefixKey) -> bool:
+        """An empty session whose text begins with the pages up to this one may continue from there."""
+        return self.pool.has_prefix(last_page)
 
     def num_found_tokens(self, text: ExpectedText | None, max_tokens: int) -> int:
         """How many tokens of the text an empty session would get from the prefix cache."""

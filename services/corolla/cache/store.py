@@ -11,7 +11,7 @@ from corolla.cache.codecs import KVCodec
 from corolla.cache.host_pages import HostPages
 from corolla.cache.layout import NUM_KEPT_STATES, LayerGroups
 from corolla.cache.pages import PagePool
-from corolla.cache.prefixes import ExpectedText, PrefixName, longest_match
+from corolla.cache.prefixes import ExpectedText, PrefixKey, PrefixName, longest_match
 from corolla.cache.session_pages import SessionPages
 from corolla.cache.snapshots import StateSnapshots
 from corolla.cache.states import LayerState, LayerStates, SessionStates, StateTable
@@ -457,6 +457,11 @@ class SessionCache(SessionPages):
         extents = self.extents(end, start, self.store.group_of(layer))
         keys, values = (self.store.decoded(gathered(tensor, extents)) for tensor in self.store.layer(layer))
         return keys, values
+
+    def has_beginning(self, last_page: PrefixKey) -> bool:
+        if self.states is not None and last_page.salt + last_page.block_hash not in self.store.snapshots:
+            return False
+        return super().has_beginning(last_page)
 
     def _num_matched(self, salt: bytes, hashes: Sequence[bytes], is_there: Sequence[Sequence[bool]]) -> int:
         if self.states is None:

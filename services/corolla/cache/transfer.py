@@ -167,12 +167,9 @@ def write_tokens(cache: SessionCache, checked: CheckedCopy) -> None:
 
 def _device(store: KVStore, layers: range) -> torch.device:
     """The device of a session's data in these layers."""
-    for layer in layers:
-        if layer not in store.pageless:
-            return store.layer(layer)[0].device
-        if layer in store.recurrent:
-            return store.state_shapes[layer].conv.device
-    return torch.device("cpu")
+    held = [store.layer(layer)[0] for layer in _paged(store, layers)]
+    held += [store.state_shapes[layer].conv for layer in layers if layer in store.recurrent]
+    return held[0].device if held else torch.device("cpu")
 
 
 def _states(store: KVStore, layers: range, payload: Tensor) -> dict[int, LayerState]:

@@ -39,6 +39,7 @@ REMOVED: Final[Mapping[str, str]] = {
             ("PREFILL_CHUNK_TOKENS_BESIDE_DECODE", "PREFILL_CHUNK_TOKENS_DURING_DECODE"),
             "set COROLLA_PREFILL_CHUNK_TOKENS; a step has at most a quarter of it while others decode",
         ),
+        "ADMIN_HOST": "remove it; AdminService is on 127.0.0.1",
         "ENGINE": "remove it; for weights of four bits set COROLLA_QUANTIZATION=packed",
         "HEARTBEAT_INTERVAL_MS": "set COROLLA_LEASE_MS of the router; block servers send four heartbeats in that time",
         "HTTP_MAX_CONNECTIONS": "set COROLLA_MAX_CONNECTIONS",

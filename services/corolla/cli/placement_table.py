@@ -26,8 +26,8 @@ _STATES = {
     router_pb2.SERVER_STATE_DRAINING: ("draining", "magenta"),
 }
 _LOADS = (
-    "num_sessions", "num_pages", "num_free_pages", "num_queued_steps", "decode_step_seconds", "resident_memory_bytes",
-    "num_tokens_at_risk", "start_share", "start_seconds_left",
+    "num_sessions", "num_pages", "num_free_pages", "num_queued_steps", "decode_step_seconds", "num_tokens_at_risk",
+    "start_share", "start_seconds_left", "standby_bytes", "standby_state_bytes",
 )  # fmt: skip
 _BAR_WIDTH = 50
 _LACKS = {
@@ -96,6 +96,12 @@ def placement_table(placement: router_pb2.Placement, num_sessions: int | None = 
         for placed in _in_order(placement)
         if (spares := [f"{each.start}:{each.end}" for each in placed.load.spare_spans])
     ]
+    lines += [
+        _line("copies", f"{placed.server.address} gave standbys {_mib(placed.load.standby_bytes)}, "
+              f"{_mib(placed.load.standby_state_bytes)} of it states")
+        for placed in _in_order(placement)
+        if placed.load.standby_bytes
+    ]  # fmt: skip
     lines += [_line("apart", f"{one} and {other} do not reach each other") for one, other in apart(placement)]
     return Group(table, _coverage(placement), *lines)
 
@@ -190,6 +196,10 @@ def _by_span(placement: router_pb2.Placement, lacking: Mapping[str, Lack]) -> di
 
 def _finite(seconds: float | None) -> float | None:
     return None if seconds is None or math.isinf(seconds) else seconds
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
 
 
 def _line(heading: str, text: str) -> Text:

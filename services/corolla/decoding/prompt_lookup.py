@@ -30,13 +30,8 @@ class PromptLookup:
         """Takes the next tokens of the text."""
         self._unread.extend(token_ids)
 
-    @property
-    def is_behind(self) -> bool:
-        """Some tokens of the text are not indexed yet."""
-        return bool(self._unread)
-
-    def read_chunk(self) -> None:
-        """Indexes the next chunk of the text."""
+    def catch_up(self) -> bool:
+        """Indexes the next chunk of the text. Returns whether all of the text is indexed."""
         text = self._token_ids
         for token_id in self._unread[:_INDEXED_AT_A_TIME]:
             end = len(text)
@@ -46,6 +41,7 @@ class PromptLookup:
                     followers[tuple(text[end - length : end])] = end
             text.append(token_id)
         del self._unread[:_INDEXED_AT_A_TIME]
+        return not self._unread
 
     @property
     def num_indexed(self) -> tuple[int, ...]:

@@ -80,8 +80,10 @@ class Sampler:
     def allowed(self) -> bytes | None:
         """Returns a bit for each token: 1 if the grammar allows the token next. Returns None if there is no grammar.
 
+        Any thread may call this before the logits are there, so that the choice finds the bits.
+
         Raises:
-            InvalidRequest: the grammar has become too complex.
+            InvalidRequest: the grammar has become too complex; the next choice raises the same.
         """
         return None if self._grammar is None else self._grammar.allowed()
 
@@ -115,15 +117,6 @@ class Sampler:
         self.position += 1
         if self._grammar is not None:
             self._grammar.add(token_id)
-
-    def bar_ahead(self) -> None:
-        """Computes which tokens the grammar allows next, before the logits are there. Any thread may call this.
-
-        Raises:
-            InvalidRequest: the grammar has become too complex; the next choice raises the same.
-        """
-        if self._grammar is not None:
-            self._grammar.allowed()
 
     def fork(self) -> "Sampler":
         """An independent sampler that chooses the same next tokens as this one, without log probabilities."""

@@ -5,8 +5,7 @@ measures costs and yields while the answer grows, and takes the draft length wit
 0 where plain steps are faster. The expected number of tokens is that of speculative decoding (Leviathan et al. 2023).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Final
 
 MAX_DRAFT_TOKENS: Final = 64
@@ -63,12 +62,12 @@ class DraftLength:
         if self._plain_s is None or self._num_steps_without_plain >= _MAX_STEPS_WITHOUT_PLAIN:
             return 0
         rate = self._hits[evidence] / self._tries[evidence]
-        costs = self._cost.line(self._plain_s)
+        cost = self._cost.line(self._plain_s)
         num_affordable = best = 0
         best_speed = 1 / self._plain_s
         num_expected = 1.0
         for num_drafted in range(1, min(max_tokens, self._most_tokens) + 1):
-            seconds = costs.seconds(num_drafted)
+            seconds = cost(num_drafted)
             # The credit must cover the case that every draft token is wrong.
             if seconds - self._plain_s > self._credit_s:
                 break
@@ -88,7 +87,7 @@ class DraftLength:
             self._observe_plain(seconds)
             return
         plain_s = self._plain_s or seconds
-        seconds = min(seconds, _OUTLIER * self._cost.line(plain_s).seconds(num_drafted))
+        seconds = min(seconds, _OUTLIER * self._cost.line(plain_s)(num_drafted))
         self._num_steps_without_plain += 1
         self._most_tokens = max(self._most_tokens, 2 * num_drafted)
         self._cost.observe(num_drafted, seconds)
@@ -109,16 +108,6 @@ class DraftLength:
         self._credit_s = min(self._credit_s + _ALLOWANCE * seconds, _MAX_CREDIT_STEPS * self._plain_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    least_s: float
-    first_s: float
-    slope_s: float
-
-    def seconds(self, num_drafted: int) -> float:
-        return max(self.least_s, self.first_s + self.slope_s * num_drafted)
-
-
 class _StepCost:
     """Estimates a step's duration from its number of draft tokens, by a line fitted mostly to the newest steps."""
 
@@ -132,7 +121,7 @@ class _StepCost:
         self._sum_seconds = _COST_DECAY * self._sum_seconds + seconds
         self._sum_products = _COST_DECAY * self._sum_products + num_drafted * seconds
 
-    def line(self, plain_s: float) -> _Line:
+    def line(self, plain_s: float) -> Callable[[int], float]:
         """The line from draft tokens to seconds, never below `plain_s`; before any step, `plain_s` alone decides it."""
         weight, tokens, squares = self._weight, self._sum_tokens, self._sum_squares
         seconds, products = self._sum_seconds, self._sum_products
@@ -143,4 +132,5 @@ class _StepCost:
             seconds += _PRIOR_COST_WEIGHT * prior_steps * plain_s
             products += _PRIOR_COST_WEIGHT * prior_tokens * prior_steps * plain_s
         slope = max(0.0, (weight * products - tokens * seconds) / (weight * squares - tokens**2))
-        return _Line(plain_s, (seconds - slope * tokens) / weight, slope)
+        first_s = (seconds - slope * tokens) / weight
+        return lambda num_drafted: max(plain_s, first_s + slope * num_drafted)

@@ -23,12 +23,8 @@ class Drafter(Protocol):
     def extend(self, token_ids: Iterable[int]) -> None:
         """Takes the next tokens of the text."""
 
-    @property
-    def is_behind(self) -> bool:
-        """Some of the text is still to be read before anything can be drafted."""
-
-    def read_chunk(self) -> None:
-        """Reads the next chunk."""
+    def catch_up(self) -> bool:
+        """Reads the next chunk. Returns whether the whole text is read, so that something can be drafted."""
 
     @property
     def evidence(self) -> int | None:
@@ -52,15 +48,6 @@ class Speculator:
         self._evidence: int | None = None
         self._step_began_s: float | None = None
 
-    @property
-    def is_behind(self) -> bool:
-        """Some of the text is still to be read before anything can be drafted."""
-        return self._drafter.is_behind
-
-    def read_chunk(self) -> None:
-        """Reads the next chunk; a caller with spare time may call this between steps."""
-        self._drafter.read_chunk()
-
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Learns from a step that checked `num_drafted` draft tokens, except from the answer's first step."""
         if self._step_began_s is not None:
@@ -75,10 +62,8 @@ class Speculator:
         self._step_began_s = time.monotonic()
         self._evidence = None
         self._drafter.extend(token_ids)
-        if self._drafter.is_behind:
-            self._drafter.read_chunk()
-            if self._drafter.is_behind:
-                return 0
+        if not self._drafter.catch_up():
+            return 0
         self._evidence = self._drafter.evidence
         if self._evidence is None:
             return 0
@@ -138,12 +123,9 @@ class ModelDrafter:
         self._reading.token_ids.extend(token_ids)
         self._reading.forget_rejected_tokens()
 
-    @property
-    def is_behind(self) -> bool:
-        return self._reading.is_behind
-
-    def read_chunk(self) -> None:
+    def catch_up(self) -> bool:
         self._reading.read_chunk()
+        return not self._reading.is_behind
 
     @property
     def evidence(self) -> int | None:
@@ -171,7 +153,6 @@ class MtpDrafter:
         drafted: the tokens that the block drafts next.
     """
 
-    is_behind = False
     evidence = 0
 
     def __init__(self) -> None:
@@ -182,8 +163,9 @@ class MtpDrafter:
         self.token_ids.extend(token_ids)
         self.drafted = []
 
-    def read_chunk(self) -> None:
+    def catch_up(self) -> bool:
         """Nothing is left to read: the block reads each token of the text in the step that computes it."""
+        return True
 
     def draft(self, num_tokens: int, sampler: Sampler) -> list[int]:
         return self.drafted[:num_tokens]
@@ -206,12 +188,8 @@ class GrammarDrafter:
     def extend(self, token_ids: Iterable[int]) -> None:
         self._drafter.extend(token_ids)
 
-    @property
-    def is_behind(self) -> bool:
-        return self._drafter.is_behind
-
-    def read_chunk(self) -> None:
-        self._drafter.read_chunk()
+    def catch_up(self) -> bool:
+        return self._drafter.catch_up()
 
     @property
     def evidence(self) -> int | None:

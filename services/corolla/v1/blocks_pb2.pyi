@@ -342,7 +342,6 @@ class Welcome(_message.Message):
     TAKES_STANDBYS_FIELD_NUMBER: _builtins.int
     KEEPS_STATES_FIELD_NUMBER: _builtins.int
     CUTS_ARE_EQUAL_FIELD_NUMBER: _builtins.int
-    TAKES_PREDICTION_LAYER_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     dtype: Global___TensorType.ValueType
     max_tokens_per_frame: _builtins.int
@@ -358,8 +357,6 @@ class Welcome(_message.Message):
     """Whether blocks have recurrent states. Other sessions continue only from the ends of steps that are ends of pages."""
     cuts_are_equal: _builtins.bool
     """Whether the server has tried that a token gets the same bits however its text is cut into steps."""
-    takes_prediction_layer: _builtins.bool
-    """Whether parts of sessions may have the layer of the multi-token prediction block behind the last block."""
     @_builtins.property
     def span(self) -> _common_pb2.BlockSpan: ...
     def __init__(
@@ -375,11 +372,10 @@ class Welcome(_message.Message):
         takes_standbys: _builtins.bool = ...,
         keeps_states: _builtins.bool = ...,
         cuts_are_equal: _builtins.bool = ...,
-        takes_prediction_layer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts_are_equal", b"cuts_are_equal", "dtype", b"dtype", "has_draft_model", b"has_draft_model", "keeps_states", b"keeps_states", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_prediction_layer", b"takes_prediction_layer", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuts_are_equal", b"cuts_are_equal", "dtype", b"dtype", "has_draft_model", b"has_draft_model", "keeps_states", b"keeps_states", "max_tokens_per_frame", b"max_tokens_per_frame", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span", "takes_standbys", b"takes_standbys", "takes_stream_ids", b"takes_stream_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1851,26 +1847,22 @@ class Fetch(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     FILE_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
-    TAKES_PIECES_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """The SHA-256 of the manifest."""
     file: _builtins.int
     """0: the manifest itself; otherwise the number of the file in the manifest, counted from 1."""
     part: _builtins.int
     """The number of the part, of 1 MiB each, counted from 0."""
-    takes_pieces: _builtins.bool
-    """Whether the sender of Fetch takes a part in pieces, which a server that computes sends."""
     def __init__(
         self,
         *,
         manifest: _builtins.bytes = ...,
         file: _builtins.int = ...,
         part: _builtins.int = ...,
-        takes_pieces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "manifest", b"manifest", "part", b"part", "takes_pieces", b"takes_pieces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "manifest", b"manifest", "part", b"part"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1934,8 +1926,6 @@ class BlockServerStatus(_message.Message):
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     NUM_FREE_PAGES_FIELD_NUMBER: _builtins.int
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
-    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
-    RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_STEPS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_PAGES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
@@ -1949,8 +1939,6 @@ class BlockServerStatus(_message.Message):
     num_pages: _builtins.int
     num_free_pages: _builtins.int
     page_tokens: _builtins.int
-    kv_cache_bytes: _builtins.int
-    resident_memory_bytes: _builtins.int
     num_queued_steps: _builtins.int
     num_cached_pages: _builtins.int
     """The number of free pages that hold beginnings of texts for reuse."""
@@ -1975,8 +1963,6 @@ class BlockServerStatus(_message.Message):
         num_pages: _builtins.int = ...,
         num_free_pages: _builtins.int = ...,
         page_tokens: _builtins.int = ...,
-        kv_cache_bytes: _builtins.int = ...,
-        resident_memory_bytes: _builtins.int = ...,
         num_queued_steps: _builtins.int = ...,
         num_cached_pages: _builtins.int = ...,
         adapters: _abc.Iterable[_common_pb2.AdapterVersion] | None = ...,
@@ -1985,7 +1971,7 @@ class BlockServerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapters", b"adapters", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_cache_bytes", b"kv_cache_bytes", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_running_sessions", b"num_running_sessions", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "resident_memory_bytes", b"resident_memory_bytes", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "adapters", b"adapters", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "num_cached_pages", b"num_cached_pages", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_running_sessions", b"num_running_sessions", "num_sessions", b"num_sessions", "page_tokens", b"page_tokens", "server_id", b"server_id", "span", b"span"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -290,7 +290,6 @@ class ServerLoad(_message.Message):
     NUM_FREE_PAGES_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_STEPS_FIELD_NUMBER: _builtins.int
     DECODE_STEP_SECONDS_FIELD_NUMBER: _builtins.int
-    RESIDENT_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MAX_SESSION_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     HEARTBEAT_NUMBER_FIELD_NUMBER: _builtins.int
@@ -303,13 +302,14 @@ class ServerLoad(_message.Message):
     START_SHARE_FIELD_NUMBER: _builtins.int
     START_SECONDS_LEFT_FIELD_NUMBER: _builtins.int
     SPARE_SPANS_FIELD_NUMBER: _builtins.int
+    STANDBY_BYTES_FIELD_NUMBER: _builtins.int
+    STANDBY_STATE_BYTES_FIELD_NUMBER: _builtins.int
     num_sessions: _builtins.int
     num_pages: _builtins.int
     num_free_pages: _builtins.int
     num_queued_steps: _builtins.int
     decode_step_seconds: _builtins.float
     """Mean duration of a recent decode step for all its blocks, in seconds; 0: there was none."""
-    resident_memory_bytes: _builtins.int
     max_session_tokens: _builtins.int
     """The greatest length of a new session; unset: unknown, and planning ignores room. It does not follow from the number
     of pages, since layers with a sliding window need pages for their window only.
@@ -340,6 +340,9 @@ class ServerLoad(_message.Message):
     so far; 0: not known.
     """
     start_seconds_left: _builtins.float
+    standby_bytes: _builtins.int
+    """The bytes that it has copied to standbys since its start, and those of recurrent states among them."""
+    standby_state_bytes: _builtins.int
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of ready servers that do not reach this one, or that it does not reach; chains keep them apart."""
@@ -356,7 +359,6 @@ class ServerLoad(_message.Message):
         num_free_pages: _builtins.int = ...,
         num_queued_steps: _builtins.int = ...,
         decode_step_seconds: _builtins.float = ...,
-        resident_memory_bytes: _builtins.int = ...,
         max_session_tokens: _builtins.int | None = ...,
         decode_tokens_per_second: _builtins.float = ...,
         heartbeat_number: _builtins.int = ...,
@@ -369,10 +371,12 @@ class ServerLoad(_message.Message):
         start_share: _builtins.float = ...,
         start_seconds_left: _builtins.float = ...,
         spare_spans: _abc.Iterable[_common_pb2.BlockSpan] | None = ...,
+        standby_bytes: _builtins.int = ...,
+        standby_state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "max_session_tokens", b"max_session_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "resident_memory_bytes", b"resident_memory_bytes", "spare_spans", b"spare_spans", "start_seconds_left", b"start_seconds_left", "start_share", b"start_share", "unreachable", b"unreachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens", "beginnings", b"beginnings", "decode_batch_rows", b"decode_batch_rows", "decode_step_seconds", b"decode_step_seconds", "decode_tokens_per_second", b"decode_tokens_per_second", "heartbeat_number", b"heartbeat_number", "kernels", b"kernels", "max_session_tokens", b"max_session_tokens", "num_free_pages", b"num_free_pages", "num_pages", b"num_pages", "num_queued_steps", b"num_queued_steps", "num_sessions", b"num_sessions", "num_tokens_at_risk", b"num_tokens_at_risk", "numerics", b"numerics", "spare_spans", b"spare_spans", "standby_bytes", b"standby_bytes", "standby_state_bytes", b"standby_state_bytes", "start_seconds_left", b"start_seconds_left", "start_share", b"start_share", "unreachable", b"unreachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_session_tokens: _TypeAlias = _typing.Literal["max_session_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_session_tokens: _TypeAlias = _typing.Literal["_max_session_tokens", b"_max_session_tokens"]  # noqa: Y015

@@ -56,15 +56,10 @@ class Network:
         """Opens a gRPC channel with the current certificates."""
         return open_channel(address, self.credentials.for_channels() if self.credentials is not None else None)
 
-    def rpc_credentials(self) -> grpc.ServerCredentials | None:
-        """Returns the credentials for the gRPC servers of this process; None without mutual TLS."""
-        return self.credentials.for_rpc_servers() if self.credentials is not None else None
-
     def rpc_server(self, host: str, port: int, metrics: RpcMetrics, *, with_reflection: bool) -> RpcServer:
         """Makes a gRPC server for other processes of Corolla. Raises StartupError if the port is taken."""
-        return RpcServer(
-            host, port, with_reflection=with_reflection, credentials=self.rpc_credentials(), metrics=metrics
-        )
+        credentials = self.credentials.for_rpc_servers() if self.credentials is not None else None
+        return RpcServer(host, port, with_reflection=with_reflection, credentials=credentials, metrics=metrics)
 
     def service_handler(
         self,

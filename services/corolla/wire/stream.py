@@ -574,13 +574,6 @@ def _unavailable(place: str, failure: OSError) -> str:
     return f"cannot listen on {place} ({failure.strerror or failure}); choose another port, or stop what listens there"
 
 
-def _tls_options(trust: StreamTrust | None, limits: StreamLimits) -> dict[str, Any]:
-    """Returns the TLS options of a listener. The TLS handshake has the same time limit as the greeting."""
-    if trust is None:
-        return {}
-    return {"ssl": trust.credentials.for_listeners(), "ssl_handshake_timeout": limits.greeting_s}
-
-
 def _num_unacknowledged_bytes(transport: asyncio.Transport) -> int:
     """Returns the number of bytes that the system has not yet delivered to the other end's machine."""
     try:
@@ -640,8 +633,11 @@ class StreamListener:
         self, accept: Accept, limits: StreamLimits | None = None, *, trust: StreamTrust | None = None
     ) -> None:
         """Begins to accept streams. Connections before this call are refused."""
-        limits = limits or from_callers()
-        loop, options = asyncio.get_running_loop(), _tls_options(trust, limits)
+        limits, options = limits or from_callers(), dict[str, Any]()
+        if trust is not None:
+            # The handshake has the same time limit as the greeting.
+            options = {"ssl": trust.credentials.for_listeners(), "ssl_handshake_timeout": limits.greeting_s}
+        loop = asyncio.get_running_loop()
 
         async def serve(caller: socket.socket) -> None:
             stream = FrameStream(accept, limits, trust)

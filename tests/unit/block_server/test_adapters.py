@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from corolla.block_server import adapters
 from corolla.block_server.adapters import Adapters, LoadedAdapter
-from corolla.block_server.metrics import BlockServerMetrics
 from corolla.chassis import errors
 from corolla.chassis.tasks import TaskGroup
 from corolla.models.adapters.file import digest_of
@@ -71,7 +69,7 @@ class Harness:
             span, NUM_BLOCKS, self.stacks, max_bytes=num_fitting * adapter_bytes(folders["one"], span), folder=None,
             hub=Hub(offline=True), ask_router=self._ask, in_use=lambda: self.in_use,
             between_iterations=self.commands.append, tasks=TaskGroup(),
-            metrics=BlockServerMetrics(CollectorRegistry()), patience_s=patience_s,
+            patience_s=patience_s,
         )  # fmt: skip
 
     def registered(self, name: str, *tenants: str, source: str = "") -> router_pb2.RegisteredAdapter:

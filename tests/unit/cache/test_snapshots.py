@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from corolla.cache.prefixes import ExpectedText
+from corolla.cache.prefixes import ExpectedText, PrefixKey
 from corolla.cache.snapshots import StateSnapshots
 from corolla.cache.states import LayerState
 from corolla.cache.store import KVStore, SessionCache
@@ -138,3 +138,16 @@ def test_an_open_looks_again_if_states_went_after_it_looked() -> None:
     compute(other, 16, mark=2)
     late.allocate(64, texts[0])
     assert late.num_tokens == 0
+
+
+def test_a_text_begins_only_where_its_states_are() -> None:
+    """Pages may stay longer than the states at their ends."""
+    store = store_of(1)
+    first, second = (PrefixKey(SALT, name * 16, 0) for name in (b"A", b"B"))
+    caches = [store.new_cache(), store.new_cache()]
+    for number, (cache, key) in enumerate(zip(caches, (first, second), strict=True)):
+        cache.allocate(64, ExpectedText(SALT, (key.block_hash,), 20))
+        compute(cache, 16, mark=number)
+        assert cache.has_beginning(key)
+    assert store.pool.has_prefix(first)
+    assert not caches[0].has_beginning(first)

@@ -40,12 +40,11 @@ def test_an_exposed_service_says_what_to_set(service: type[ServiceSettings]) -> 
     "service, given",
     [
         (RouterSettings, {"tls_dir": FILE}),
-        (BlockServerSettings, {"tls_dir": FILE, "admin_host": "0.0.0.0", "admin_port": 1}),
-        (BlockServerSettings, {**HERE, "admin_host": "0.0.0.0"}),
+        (BlockServerSettings, {"tls_dir": FILE}),
         (ClientSettings, {"public_tls_dir": FILE, "api_keys_file": FILE}),
         (ClientSettings, {"public_tls_dir": FILE, **TOKENS}),
     ],
-    ids=["router", "block server", "admin port that is not served", "client service", "tokens"],
+    ids=["router", "block server", "client service", "tokens"],
 )
 def test_who_is_guarded_may_listen_anywhere(service: type[ServiceSettings], given: dict[str, Any]) -> None:
     check(load(service, **given))
@@ -55,16 +54,11 @@ def test_who_is_guarded_may_listen_anywhere(service: type[ServiceSettings], give
     "service, given, missing",
     [
         (RouterSettings, {}, "COROLLA_TLS_DIR"),
-        (
-            BlockServerSettings,
-            {**HERE, "admin_host": "0.0.0.0", "admin_port": 1},
-            "COROLLA_ADMIN_HOST.*COROLLA_TLS_DIR",
-        ),
         (ClientSettings, {"tls_dir": FILE, "api_keys_file": FILE}, "set COROLLA_PUBLIC_TLS_DIR, or"),
         (ClientSettings, {"public_tls_dir": FILE}, "set COROLLA_API_KEYS_FILE or COROLLA_OIDC_ISSUER, or"),
         (ClientSettings, {}, "set COROLLA_PUBLIC_TLS_DIR and COROLLA_API_KEYS_FILE or COROLLA_OIDC_ISSUER, or"),
     ],
-    ids=["router", "admin port", "keys in the clear", "encrypted for everybody", "nothing"],
+    ids=["router", "keys in the clear", "encrypted for everybody", "nothing"],
 )
 def test_half_a_guard_is_none(service: type[ServiceSettings], given: dict[str, Any], missing: str) -> None:
     with pytest.raises(StartupError, match=missing):

@@ -42,6 +42,15 @@ def test_the_table_fits_a_terminal_and_is_in_order_of_blocks() -> None:
     assert f"{'1' * 30} 30 of 30 blocks" in text
 
 
+def test_what_standbys_got_is_shown() -> None:
+    shown = placement((0, 15, router_pb2.SERVER_STATE_READY), (15, 30, router_pb2.SERVER_STATE_READY))
+    assert "copies" not in drawn(shown)
+    shown.servers[0].load.standby_bytes, shown.servers[0].load.standby_state_bytes = 3 << 20, 1 << 19
+    assert "copies   127.0.0.1:20000 gave standbys 3.0 MiB, 0.5 MiB of it states" in drawn(shown)
+    facts = placement_facts(shown, None)["servers"]
+    assert [(each["standby_bytes"], each["standby_state_bytes"]) for each in facts] == [(3 << 20, 1 << 19), (0, 0)]
+
+
 def test_only_ready_servers_cover() -> None:
     text = drawn(
         placement(

@@ -126,7 +126,7 @@ def test_rows_together_get_the_tokens_that_their_samplers_choose_alone(seed: int
         untouched = logits.clone()
         if bars_ahead:
             for sampler in together:
-                sampler.bar_ahead()
+                sampler.allowed()
         expected = [sample(sampler, row) for sampler, row in zip(alone, logits, strict=True)]
         assert sample_together(together, logits) == expected
         assert torch.equal(logits, untouched)
@@ -170,7 +170,7 @@ def test_tokens_that_only_the_tokenizer_knows_bar_nothing() -> None:
 def drafts_after(grammar: AnswerGrammar, text: Sequence[int], num_tokens: int) -> list[int]:
     drafter = GrammarDrafter(PromptLookup(), grammar)
     drafter.extend(text)
-    drafter.read_chunk()
+    assert drafter.catch_up()
     if drafter.evidence is None:
         return []
     return drafter.draft(num_tokens, Sampler(GREEDY, ()))

@@ -24,8 +24,8 @@ def searched(text: list[int], num_tokens: int) -> tuple[int | None, list[int]]:
 
 def read_all(lookup: PromptLookup, token_ids: Iterable[int]) -> None:
     lookup.extend(token_ids)
-    while lookup.is_behind:
-        lookup.read_chunk()
+    while not lookup.catch_up():
+        pass
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 12), st.integers(1, 60))

@@ -66,16 +66,6 @@ class HandoverProgress:
         self._under_way.append(start)
         return start, num_tokens, is_last
 
-    def part_ahead(self, num_held: int, num_unchanged: int, max_tokens: int) -> tuple[int, int] | None:
-        """Returns the first token and the number of tokens of the part after the one that is under way.
-
-        It returns None if that part would hold the newest token: it should be copied as late as possible.
-        """
-        if min(self.num_received, num_unchanged, num_held) + max_tokens >= num_held:
-            return None
-        start, num_tokens, _ = self.next_part(num_held, num_unchanged, max_tokens)
-        return start, num_tokens
-
     def answered(self, num_held: int, *, taken: bool) -> bool:
         """Notes how many tokens the receiver holds after the first part that was under way.
 

@@ -87,8 +87,6 @@ class HandoverReceiver:
         answer = answer_to(control)
         is_standby = self._is_standby(control)
         try:
-            if is_standby:
-                await self._make_room(control)
             async with self._standby_room if is_standby else self._room:
                 store, layers = self._check(control)
                 checked = await asyncio.to_thread(_checked, store, layers, control, payload)
@@ -130,24 +128,6 @@ class HandoverReceiver:
         session = self.sessions.get(control.session_id)
         return session is not None and session.state is SessionState.STANDBY
 
-    async def _make_room(self, control: pb.HandoverTokens) -> None:
-        """Reserves the pages for a part of a standby, between two iterations."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def grow() -> None:
-            if done.done():
-                return  # the part was given up with its stream
-            try:
-                end = control.position + control.num_tokens
-                self.sessions.grow_standby(self._arriving(control), control.position, end)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        self.engine.between_iterations(grow)
-        await done
-
     def _write(self, control: pb.HandoverTokens, checked: CheckedCopy) -> int:
         """Writes a part, in the compute thread. Returns how many tokens the session then holds."""
         # The session may have been offered anew since the part was checked.
@@ -159,6 +139,8 @@ class HandoverReceiver:
         if not cache.can_take(copy.position):
             held = min(copy.position, cache.num_tokens)
             raise PositionGap("the part does not follow what is held", held if cache.can_take(held) else 0)
+        if session.state is SessionState.STANDBY:
+            self.sessions.grow_standby(session, copy.position, copy.end)
         write_tokens(cache, checked)
         cache.blocks, session.applied_step_id = session.request.blocks, control.step_id
         if session.state is SessionState.STANDBY:

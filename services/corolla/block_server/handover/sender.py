@@ -1,7 +1,7 @@
 """Copies sessions to other block servers while they take steps: to hand them over, or to fill their standbys.
 
-A handover pauses the session for its last part only; a copy to a standby never does. The parts travel on the stream to
-the other block server (`HandoverLink`).
+A handover pauses the session for its last part only; a copy to a standby never does. One part of a session travels at a
+time, on a stream to the other block server (`HandoverLink`).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from corolla.block_server.engine import Engine
 from corolla.block_server.frame_checks import ID_BYTES
 from corolla.block_server.handover.plan import HandoverProgress
-from corolla.block_server.hop_session import HopSession, OpenRequest, SessionEvent
+from corolla.block_server.hop_session import HopSession, SessionEvent
 from corolla.block_server.sessions import SessionTable
 from corolla.cache.store import SessionCache
 from corolla.cache.transfer import TokenCopy, read_tokens, state_bytes, token_bytes
@@ -52,40 +52,39 @@ _Reading = tuple[pb.HandoverTokens, Callable[[], TokenCopy]]
 
 
 class HandoverLink:
-    """Sends offers and parts to one server and receives its answers. A session has one open request at a time."""
+    """Sends offers and parts to one server and receives its answers. A transfer has one open request at a time."""
 
     def __init__(self, address: str, connect: Connect = connect) -> None:
         self.address = address
         self._connect = connect
         self._stream: Stream | None = None
-        self._welcome: asyncio.Future[pb.Welcome] | None = None
+        self._num_users = 0
         self._answers: dict[tuple[bytes, bytes], asyncio.Future[pb.HandoverAnswer]] = {}
 
     @asynccontextmanager
     async def connect(self, fingerprint: str) -> AsyncIterator[None]:
-        """Holds the stream open within the context. If the stream breaks, requests raise HopUnavailable."""
-        self._welcome = asyncio.get_running_loop().create_future()
-        stream = self._connect(self.address, lambda _: self._receive)
-        stream.ended.add_done_callback(lambda _: self._on_ended())
-        stream.send(pb.Hello(fingerprint=fingerprint))
-        self._stream = stream
+        """Holds the stream open within the context, which may be entered again meanwhile.
+
+        If the stream breaks, requests raise HopUnavailable.
+        """
+        if not self._num_users:
+            self._stream = self._connect(self.address, lambda _: self._receive)
+            self._stream.ended.add_done_callback(lambda _: self._on_ended())
+            self._stream.send(pb.Hello(fingerprint=fingerprint))
+        self._num_users += 1
         try:
             yield
         finally:
-            stream.close()
-            await asyncio.wait({stream.ended})
+            self._num_users -= 1
+            if not self._num_users and (stream := self._stream) is not None:
+                self._stream = None
+                stream.close()
+                await asyncio.wait({stream.ended})
 
     @property
     def is_broken(self) -> bool:
         """The stream has ended, or was never connected."""
         return self._stream is None
-
-    async def takes_prediction_layer(self) -> bool:
-        """See `Welcome.takes_prediction_layer`. False if the stream broke, which the next request says."""
-        if self._welcome is None:
-            return False
-        await asyncio.wait({self._welcome}, timeout=_ANSWER_TIMEOUT_S)
-        return self._welcome.done() and self._welcome.result().takes_prediction_layer
 
     async def request(self, control: pb.Handover | pb.HandoverTokens, payload: Buffer = b"") -> pb.HandoverAnswer:
         """Sends one frame and waits for its answer. Raises HopUnavailable."""
@@ -109,19 +108,13 @@ class HandoverLink:
             self._stream.send(control)
 
     def _receive(self, frame: Frame) -> None:
-        if isinstance(frame.control, pb.Welcome) and self._welcome is not None and not self._welcome.done():
-            self._welcome.set_result(frame.control)
-        elif isinstance(frame.control, pb.HandoverAnswer):
-            # Servers of the release before name no transfer.
-            named = frame.control.session_id, frame.control.transfer_id
-            for (session_id, transfer_id), answer in self._answers.items():
-                if (session_id, named[1] and transfer_id) == named and not answer.done():
-                    answer.set_result(frame.control)
+        if isinstance(frame.control, pb.HandoverAnswer):
+            answer = self._answers.get((frame.control.session_id, frame.control.transfer_id))
+            if answer is not None and not answer.done():
+                answer.set_result(frame.control)
 
     def _on_ended(self) -> None:
         self._stream = None
-        if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_result(pb.Welcome())
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._broken())
@@ -130,9 +123,38 @@ class HandoverLink:
         return HopUnavailable("the stream to a block server broke", self.address)
 
 
+class HandoverLinks:
+    """The streams to other servers, one for each address in use.
+
+    Handovers and copies to standbys use different ones: a copy that ends without its answer leaves that on its stream,
+    and the handover of the same session goes on with the same transfer id.
+
+    Args:
+        fingerprint: the weights and protocol of this server, which the others share.
+    """
+
+    def __init__(self, connect: Connect, fingerprint: str) -> None:
+        self._connect = connect
+        self._fingerprint = fingerprint
+        self._links: dict[str, HandoverLink] = {}
+
+    @asynccontextmanager
+    async def to(self, address: str) -> AsyncIterator[HandoverLink]:
+        """The stream to a server, which stays open within the context."""
+        link = self._links.get(address)
+        if link is None or link.is_broken:
+            link = self._links[address] = HandoverLink(address, self._connect)
+        try:
+            async with link.connect(self._fingerprint):
+                yield link
+        finally:
+            if link.is_broken and self._links.get(address) is link:
+                del self._links[address]
+
+
 @dataclass(eq=False, repr=False)
 class HandoverSender:
-    """Copies sessions of this server to other servers in parts. One part of a session travels, and one is copied.
+    """Copies sessions of this server to other servers in parts.
 
     Args:
         max_part_tokens: the most tokens that a receiver takes in one part.
@@ -180,8 +202,18 @@ class HandoverSender:
                 raise from_reason(answer.reason, answer.message)
             is_taken = True
             progress.begin(answer.num_tokens)
-            layers = await self._sent_layers(session, link)
-            num_bytes = await self._send(request, version, transfer_id, progress, link, layers)
+
+            def read() -> _Reading:
+                held = self.sessions.in_version(session_id, version)
+                start, num_tokens, is_last = progress.next_part(*self._state(held), is_idle=held.is_idle)
+                return self._read(held, start, num_tokens, is_last=is_last, has_states=is_last)
+
+            num_bytes, is_last = 0, False
+            while not is_last:
+                part = await self._send_part(await self.engine.copy(read), transfer_id, progress, link)
+                if part is not None:
+                    num_bytes, is_last = num_bytes + len(part.payload), part.frame.is_last
+                await asyncio.sleep(0)
             self.sessions.in_version(session_id, version)
             return num_bytes
         except BaseException as failure:
@@ -195,7 +227,7 @@ class HandoverSender:
 
     async def copy_settled(
         self, session: HopSession[SessionCache], transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
-    ) -> int:
+    ) -> tuple[int, int]:
         """Copies the next settled tokens of a session to its standby.
 
         It reads them all at once, in parts. A part by itself would wait for the iteration that runs, and the standby of
@@ -205,7 +237,7 @@ class HandoverSender:
         the bytes of keys and values, and at the latest after `_MOST_BETWEEN_STATES`.
 
         Returns:
-            How many bytes were sent.
+            How many bytes the standby took, and how many of them were recurrent states.
 
         Raises:
             MessageTooLarge: the session's recurrent states do not fit into a frame.
@@ -214,7 +246,6 @@ class HandoverSender:
             CorollaError: the standby refused the part, and this is its reason.
         """
         session_id, version = session.request.session_id, session.version
-        layers = await self._sent_layers(session, link)
 
         def read() -> list[_Reading]:
             held, parts = self.sessions.in_version(session_id, version), list[_Reading]()
@@ -226,21 +257,20 @@ class HandoverSender:
                 has_states = end == num_held and num_held >= self._states_due_at(held, progress)
                 if has_states:
                     progress.states_at = num_held
-                parts.append(self._read(held, layers, start, num_tokens, is_last=False, has_states=has_states))
+                parts.append(self._read(held, start, num_tokens, is_last=False, has_states=has_states))
                 if end == num_settled or len(parts) * self.max_part_bytes >= _MOST_BYTES_AT_ONCE:
                     return parts
 
         self._check_states(session)
-        num_bytes = 0
+        num_bytes = num_state_bytes = 0
         for reading in await self.engine.copy(read):
-            part = await asyncio.to_thread(_finished, *reading)
-            part.frame.transfer_id = transfer_id
-            answer = await link.request(part.frame, part.payload)
-            self._note(answer, progress)
-            if answer.reason:
+            part = await self._send_part(reading, transfer_id, progress, link)
+            if part is None:
                 break  # the parts after it do not fit what the receiver has
             num_bytes += len(part.payload)
-        return num_bytes
+            if part.frame.has_states:
+                num_state_bytes += state_bytes(session.cache.store, self._layers(session))
+        return num_bytes, num_state_bytes
 
     def _states_due_at(self, session: HopSession[SessionCache], progress: HandoverProgress) -> int:
         """How many tokens a session has when its states are sent to its standby again."""
@@ -252,12 +282,6 @@ class HandoverSender:
     def _layers(self, session: HopSession[SessionCache]) -> range:
         return session.cache.store.held_layers(self.span.indices(session.request.blocks))
 
-    async def _sent_layers(self, session: HopSession[SessionCache], link: HandoverLink) -> range:
-        """The session's layers that the receiver takes: servers of the release before know no prediction block."""
-        if await link.takes_prediction_layer():
-            return self._layers(session)
-        return self.span.indices(session.request.blocks)
-
     def _check_states(self, session: HopSession[SessionCache]) -> None:
         # All recurrent states of a session travel in one frame.
         max_state_bytes = between_servers().max_frame_bytes - self.max_part_bytes - _MARGIN_BYTES
@@ -268,66 +292,21 @@ class HandoverSender:
         """Lets the next handover of a session to this receiver begin after the tokens that it holds as a standby."""
         self._begun[session_id] = (address, transfer_id, progress)
 
-    async def _send(
-        self,
-        request: OpenRequest,
-        version: int,
-        transfer_id: bytes,
-        progress: HandoverProgress,
-        link: HandoverLink,
-        layers: range,
-    ) -> int:
-        num_bytes = 0
-        part: _Part | None = None
-        while True:
-            if part is None:
-                part = await self._next_part(request.session_id, version, progress, layers)
-            part.frame.transfer_id = transfer_id
-            sent, following = await asyncio.gather(
-                link.request(part.frame, part.payload),
-                self._part_ahead(part, version, progress, layers),
-                return_exceptions=True,  # neither goes on after the other
-            )
-            if isinstance(sent, BaseException):
-                raise sent
-            if isinstance(following, BaseException):
-                raise following
-            self._note(sent, progress)
-            if not sent.reason:
-                num_bytes += len(part.payload)
-                if part.frame.is_last:
-                    return num_bytes
-            part = None if sent.reason else following
-            await asyncio.sleep(0)
+    async def _send_part(
+        self, reading: _Reading, transfer_id: bytes, progress: HandoverProgress, link: HandoverLink
+    ) -> _Part | None:
+        """Sends a part. Returns None if another one has to follow in its place.
 
-    def _note(self, answer: pb.HandoverAnswer, progress: HandoverProgress) -> None:
+        Steps wait until its copy has begun, not until that ends.
+        """
+        part = await asyncio.to_thread(_finished, *reading)
+        part.frame.transfer_id = transfer_id
+        answer = await link.request(part.frame, part.payload)
         if answer.reason and answer.reason not in _REPEATABLE:
             raise from_reason(answer.reason, answer.message)
         if not progress.answered(answer.num_tokens, taken=not answer.reason):
             raise HopUnavailable("a handover makes no progress")
-
-    async def _next_part(self, session_id: bytes, version: int, progress: HandoverProgress, layers: range) -> _Part:
-        """Copies the next part. Steps wait until the copy has begun, not until it ends."""
-
-        def read() -> _Reading:
-            session = self.sessions.in_version(session_id, version)
-            part = progress.next_part(*self._state(session), is_idle=session.is_idle)
-            return self._read(session, layers, *part)
-
-        return await asyncio.to_thread(_finished, *await self.engine.copy(read))
-
-    async def _part_ahead(self, part: _Part, version: int, progress: HandoverProgress, layers: range) -> _Part | None:
-        """Copies the part after `part` while that travels; None if no part follows yet, or only the last one."""
-        if part.frame.is_last:
-            return None
-
-        def read() -> _Reading | None:
-            session = self.sessions.in_version(part.frame.session_id, version)
-            ahead = progress.part_ahead(*self._state(session))
-            return None if ahead is None else self._read(session, layers, *ahead, is_last=False)
-
-        reading = await self.engine.copy(read)
-        return None if reading is None else await asyncio.to_thread(_finished, *reading)
+        return None if answer.reason else part
 
     def _state(self, session: HopSession[SessionCache]) -> tuple[int, int, int]:
         """How many tokens a session holds, how many have not changed, and the most tokens of its parts."""
@@ -337,19 +316,11 @@ class HandoverSender:
         return cache.num_tokens, cache.num_unchanged_tokens, most
 
     def _read(
-        self,
-        session: HopSession[SessionCache],
-        layers: range,
-        start: int,
-        num_tokens: int,
-        is_last: bool,
-        *,
-        has_states: bool = False,
+        self, session: HopSession[SessionCache], start: int, num_tokens: int, *, is_last: bool, has_states: bool
     ) -> _Reading:
-        """Begins to copy a part, in the compute thread. The last part pauses the session, and always has states."""
+        """Begins to copy a part, in the compute thread. The last part pauses the session."""
         request, cache = session.request, session.cache
-        has_states = has_states or is_last
-        finish = read_tokens(cache, layers, start, num_tokens, has_states=has_states)
+        finish = read_tokens(cache, self._layers(session), start, num_tokens, has_states=has_states)
         cache.num_unchanged_tokens = start + num_tokens
         if is_last:
             session.apply(SessionEvent.LAST_PART_READ)

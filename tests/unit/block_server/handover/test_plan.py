@@ -43,29 +43,21 @@ def test_the_receiver_ends_with_exactly_the_senders_tokens(
     """It changes between the parts and while they travel; parts are refused, and streams break before and after one."""
     session, progress = Leaving(num_tokens), HandoverProgress()
     received: list[int] = []
-    ahead: tuple[int, list[int]] | None = None
     has_caught_up = False
     progress.begin(0)
     # In the end nothing happens any more, for as many parts as there may be tokens.
     for before, meanwhile, fate in [*changes, *[(0, 0, "taken")] * (60 + 12 * 30)]:
         session.change(before)
-        is_last = False
-        if ahead is None:
-            start, count, is_last = progress.next_part(
-                len(session.held), session.num_unchanged, max_tokens, is_idle=is_idle
-            )
-            if is_last and not is_idle:
-                assert count <= MAX_LAST_TOKENS or has_caught_up
-            has_caught_up |= start + count == len(session.held)
-            ahead = session.copy(start, count)
-        (start, tokens), ahead = ahead, None
+        start, count, is_last = progress.next_part(
+            len(session.held), session.num_unchanged, max_tokens, is_idle=is_idle
+        )
+        if is_last and not is_idle:
+            assert count <= MAX_LAST_TOKENS or has_caught_up
+        has_caught_up |= start + count == len(session.held)
+        start, tokens = session.copy(start, count)
         assert len(tokens) <= max_tokens
         if not is_last:
             session.change(meanwhile)
-            following = progress.part_ahead(len(session.held), session.num_unchanged, max_tokens)
-            if following is not None:
-                assert sum(following) < len(session.held)
-                ahead = session.copy(*following)
         if fate in ("taken", "no answer"):
             assert start <= len(received)
             received = received[:start] + tokens
@@ -75,7 +67,6 @@ def test_the_receiver_ends_with_exactly_the_senders_tokens(
                 assert received == session.held
                 return
             continue
-        ahead = None
         if fate == "refused":
             progress.answered(len(received), taken=False)
         else:

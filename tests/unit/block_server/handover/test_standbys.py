@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry
 
 from corolla.block_server.handover.plan import HandoverProgress
-from corolla.block_server.handover.sender import HandoverLink, HandoverSender
+from corolla.block_server.handover.sender import HandoverLink, HandoverLinks, HandoverSender
 from corolla.block_server.handover.standbys import Standbys
 from corolla.block_server.hop_session import SessionState, nothing
+from corolla.block_server.metrics import BlockServerMetrics
 from corolla.cache.store import KVStore
 from corolla.chassis.tasks import TaskGroup
 from corolla.v1 import blocks_pb2 as pb
@@ -35,11 +36,14 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
         num_looks += 1
         return session
 
-    async def copy_settled(_session: Any, _transfer_id: bytes, progress: Any, _link: Any) -> int:
+    async def copy_settled(_session: Any, _transfer_id: bytes, progress: Any, _link: Any) -> tuple[int, int]:
         assert sent == []
         progress.begin(16)
         session.cache.num_unchanged_tokens = 16
-        return 1
+        return 3, 1
+
+    async def finds(_address: str) -> bool:
+        return True
 
     def hold(num_tokens: int) -> None:
         """A step has settled these tokens."""
@@ -51,11 +55,11 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
     stream = SimpleNamespace(ended=ended, send=lambda *_frame: None, close=lambda: ended.set_result(None))
     sessions: Any = SimpleNamespace(get=lambda _session_id: session, in_version=in_version, is_draining=False)
     sender: Any = SimpleNamespace(copy_settled=copy_settled)
-    neighbours: Any = SimpleNamespace(has_address=lambda _address: True)
+    neighbours: Any = SimpleNamespace(finds=finds)
     peers: Any = {session.request.client_id: peer}
-    metrics: Any = SimpleNamespace(standbys=SimpleNamespace(bytes=Counter("copied", "", ["direction"], registry=None)))
-    tasks, connect = TaskGroup(), cast(Connect, lambda *_to: stream)
-    covering = Standbys(sessions, sender, peers, neighbours, connect, "weights", tasks, metrics)
+    metrics = BlockServerMetrics(CollectorRegistry())
+    tasks, links = TaskGroup(), HandoverLinks(cast(Connect, lambda *_to: stream), "weights")
+    covering = Standbys(sessions, sender, links, peers, neighbours, tasks, metrics)
     hop = common_pb2.Hop(address="x:1")
     covering.name(pb.Standby(session_id=b"s" * 16, epoch=1, hop=hop, transfer_id=b"t" * 16))
     await until(lambda: num_looks == 1)
@@ -70,15 +74,38 @@ async def test_a_standby_without_any_token_of_a_short_text_is_not_lost() -> None
     await tasks.close()
     assert sent == [16]
     assert session.on_change is nothing
+    assert (covering.num_bytes, covering.num_state_bytes) == (3, 1)
 
 
-@pytest.mark.parametrize(
-    "takes_it, num_layers, max_part_tokens", [(True, 2, 16), (False, 1, 16), (True, 2, 3)], ids=str
-)
-async def test_settled_tokens_are_read_at_once_and_their_layers_are_those_that_the_receiver_takes(
-    takes_it: bool, num_layers: int, max_part_tokens: int
-) -> None:
-    """Only a server that says so gets the layer of the prediction block."""
+async def test_a_server_that_the_placement_does_not_name_stands_by_for_no_session() -> None:
+    lost = asyncio.Event()
+    session: Any = SimpleNamespace(
+        request=SimpleNamespace(session_id=b"s" * 16, epoch=1, client_id=b"c" * 16),
+        cache=SimpleNamespace(num_tokens=7, num_unchanged_tokens=0),
+        version=1, state=SessionState.RUNNING, rewound_step_id=0,
+    )  # fmt: skip
+
+    async def finds(_address: str) -> bool:
+        return False
+
+    def tell(standby: pb.Standby) -> None:
+        assert not standby.num_tokens
+        lost.set()
+
+    tasks, links = TaskGroup(), cast(HandoverLinks, None)
+    covering = Standbys(
+        cast(Any, SimpleNamespace(get=lambda _session_id: session, is_draining=False)), cast(Any, None), links,
+        cast(Any, {b"c" * 16: SimpleNamespace(send=tell)}), cast(Any, SimpleNamespace(finds=finds)), tasks,
+        BlockServerMetrics(CollectorRegistry()),
+    )  # fmt: skip
+    covering.name(pb.Standby(session_id=b"s" * 16, epoch=1, hop=common_pb2.Hop(address="x:1"), transfer_id=b"t" * 16))
+    await asyncio.wait_for(lost.wait(), 30)
+    assert covering.lags == []
+    await tasks.close()
+
+
+@pytest.mark.parametrize("max_part_tokens", [16, 3])
+async def test_settled_tokens_are_read_at_once_with_the_layer_of_the_prediction_block(max_part_tokens: int) -> None:
     store = KVStore(4, 4, [None, None], mtp_layer=1)
     numbers = torch.ones(1, 1, 4)
     cache = store.new_cache()
@@ -100,7 +127,6 @@ async def test_settled_tokens_are_read_at_once_and_their_layers_are_those_that_t
 
         def send(control: Any, _payload: bytes = b"") -> None:
             if isinstance(control, pb.Hello):
-                asyncio.get_running_loop().call_soon(receive, Frame(pb.Welcome(takes_prediction_layer=takes_it), b""))
                 return
             sent.append(control)
             answer = pb.HandoverAnswer(
@@ -124,8 +150,8 @@ async def test_settled_tokens_are_read_at_once_and_their_layers_are_those_that_t
     )  # fmt: skip
     link = HandoverLink("x:1", cast(Connect, connect))
     async with link.connect("weights"):
-        num_bytes = await sender.copy_settled(session, b"t" * 16, HandoverProgress(), link)
-    assert (num_reads, num_bytes) == (1, num_layers * 2 * 4 * numbers.nbytes)
-    assert {len(part.first_tokens) for part in sent} == {num_layers}
+        copied = await sender.copy_settled(session, b"t" * 16, HandoverProgress(), link)
+    assert (num_reads, copied) == (1, (2 * 2 * 4 * numbers.nbytes, 0))
+    assert {len(part.first_tokens) for part in sent} == {2}
     ends = [part.position + part.num_tokens for part in sent]
     assert ends == [*range(max_part_tokens, 4, max_part_tokens), 4]
