@@ -489,12 +489,12 @@ async def test_a_beginning_is_computed_where_its_holder_does_not_answer(
     """What has arrived before it freezes counts."""
     server = {"page_tokens": PAGE_TOKENS, "kv_cache_mib": 1}
     swarm = Swarm(tmp_path, model, ["0:5", "0:5"], server=server, client={"standby": "off"})
-    copied, copy = list[int](), HandoverSender.copy_settled
+    copied, copy = list[tuple[int, int]](), HandoverSender.copy_settled
     async with full_holders(swarm, prompt_speed, len(BEGINNING), monkeypatch) as client:
         holder, hop = sorted(swarm.servers, key=lambda each: -num_held(each, SessionState.RUNNING))
         frozen = [(swarm.wires_of(swarm.clients[0]), holder.address), (swarm.wires_of(holder), hop.address)]
 
-        async def copy_until_it_freezes(sender: HandoverSender, *given: Any) -> int:
+        async def copy_until_it_freezes(sender: HandoverSender, *given: Any) -> tuple[int, int]:
             sender.max_part_bytes = 2 * PAGE_TOKENS * token_bytes(given[0].cache.store, range(5))
             copied.append(await copy(sender, *given))
             freeze()
