@@ -76,7 +76,8 @@ class LaunchedIteration:
 
     Attributes:
         kept: the indices of its rows in the batch.
-        to_host: waits for a copy of all outputs on the host, `[tokens, H]`; None: none leave, or the host has them.
+        to_host: waits for a copy of all outputs on the CPU, `[tokens, H]` in the model's dtype; None: none leave, or
+            they are there.
         early: the logits of its rows, if the head was launched, too.
         embed_seconds: the seconds that embedding took.
         began_s: when the device began, if that was before the iteration.
