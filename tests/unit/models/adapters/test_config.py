@@ -17,23 +17,41 @@ def parse(**changes: Any) -> AdapterConfig:
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, sentence",
     [
-        ({"peft_type": "IA3"}, "not a LoRA"), ({"use_dora": True}, "DoRA"),
-        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"), ({"trainable_token_indices": [3]}, "embeddings"),
-        ({"bias": "all"}, "biases"), ({"lora_bias": True}, "biases"), ({"fan_in_fan_out": True}, "transposed"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
-        ({"layer_replication": [[0, 2]]}, "repeats layers"), ({"alora_invocation_tokens": [1]}, "mid-text"),
-        ({"init_lora_weights": "pissa"}, "changed base model"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
-        ({"rank_pattern": {"^q_proj$": 4}}, "plain names"), ({"alpha_pattern": {"(q|k)_proj": 4}}, "plain names"),
-        ({"r": 0}, "rank"), ({"r": True}, "rank"), ({"r": 100_000}, "rank"), ({"lora_alpha": float("nan")}, "strength"),
-        ({"lora_alpha": "8"}, "strength"), ({"target_modules": None}, "target_modules"),
-        ({"target_modules": [1]}, "target_modules"),
+        ({"peft_type": "IA3"}, "it is not a LoRA adapter (peft_type); only those are served"),
+        ({"use_dora": True}, "it is a DoRA adapter, which normalises the base weights; merge it into the checkpoint"),
+        ({"modules_to_save": ["embed_tokens"]},
+         "it replaces whole modules (modules_to_save); merge it into the checkpoint"),
+        ({"trainable_token_indices": [3]},
+         "it changes embeddings (trainable_token_indices); merge it into the checkpoint"),
+        ({"bias": "all"}, "it changes biases (bias); train it with bias='none'"),
+        ({"lora_bias": True}, "it has biases (lora_bias); train it without"),
+        ({"fan_in_fan_out": True},
+         "its weights are transposed (fan_in_fan_out); only linear layers of the usual layout are served"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]},
+         "it changes parameters outside of linear layers (target_parameters); merge it"),
+        ({"layer_replication": [[0, 2]]},
+         "it repeats layers of the base model (layer_replication); merge it into a checkpoint"),
+        ({"alora_invocation_tokens": [1]},
+         "it begins to act in mid-text (alora_invocation_tokens), which is not served"),
+        ({"init_lora_weights": "pissa"}, "it needs a changed base model (init_lora_weights); convert it when saving"),
+        ({"use_bdlora": {"nblocks": 2}}, "adapter_config.json sets use_bdlora, which is not known here"),
+        ({"rank_pattern": {"^q_proj$": 4}}, "rank_pattern must be of plain names of modules; patterns are not served"),
+        ({"alpha_pattern": {"(q|k)_proj": 4}},
+         "alpha_pattern must be of plain names of modules; patterns are not served"),
+        ({"r": 0}, "the rank of r must be 1 to 1024"), ({"r": True}, "the rank of r must be 1 to 1024"),
+        ({"r": 100_000}, "the rank of r must be 1 to 1024"),
+        ({"lora_alpha": float("nan")}, "the strength of lora_alpha must be a number"),
+        ({"lora_alpha": "8"}, "the strength of lora_alpha must be a number"),
+        ({"target_modules": None}, "target_modules must be a list of names or a pattern"),
+        ({"target_modules": [1]}, "target_modules must be a list of names or a pattern"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_with_a_sentence(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(AdapterError, match=words):
+def test_what_is_not_served_is_refused_with_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(AdapterError) as refused:
         parse(**changes)
+    assert refused.value.message == sentence
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b"[" * 100_000, b" " * (MAX_CONFIG_BYTES + 1)])
