@@ -194,6 +194,10 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": HIDDEN_SIZE, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "longcat_flash": {
+        **_LATENT, "head_dim": 8, "expert_ffn_hidden_size": 32, "n_routed_experts": 4, "zero_expert_num": 2,
+        "moe_topk": 2, "routed_scaling_factor": 2.0,
+    },
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
     # It keeps all keys of a text. Where it drops some, equal tokens tie, and torch breaks ties by a tensor's shape.
     "doge": {"keep_window_size": 512},
@@ -270,7 +274,11 @@ def make_long_rope_checkpoint(family: str, folder: Path, **config_changes: Any) 
 # These seeds give weights with which an answer does not just repeat a token or two.
 _SEEDS: Mapping[str, int] = {"apertus": 1, "gptj": 1, "persimmon": 1}
 # Products of these families are multiplied once more by what states are read with: wider weights blow rounding up.
-_SPREADS: Mapping[str, float] = dict.fromkeys(("falcon_h1", "falcon_mamba", "jamba", "mamba"), 1.0)
+_SPREADS: Mapping[str, float] = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "jamba", "mamba"), 1.0),
+    # Its queries and latents are scaled, in twice as many attentions as there are blocks.
+    "longcat_flash": 1.3,
+}
 
 
 def make_tiny_checkpoint(
@@ -312,6 +320,9 @@ def tiny_config(family: str, num_blocks: int = 5, **changes: Any) -> PretrainedC
     if family == "minimax_m3_vl_text":
         picking = ["full_attention", *["minimax_m3_sparse"] * (num_blocks - 1)]
         facts = {**facts, "layer_types": picking, "mlp_layer_types": ["dense", *["sparse"] * (num_blocks - 1)]}
+    if family == "longcat_flash":
+        # Each block has two attentions, which count as layers.
+        facts = {**facts, "num_layers": num_blocks, "num_hidden_layers": 2 * num_blocks}
     if family == "bamba":
         facts = {**facts, "attn_layer_indices": list(range(1, num_blocks, 4))}
     if family in ("gpt2", "gptj", "gpt_bigcode", "codegen"):

@@ -126,6 +126,23 @@ def _single_experts(folder: Path) -> None:
     _change(folder, split)
 
 
+def _write_longcat(source: Path, folder: Path) -> None:
+    """Writes what the publisher stores: none for experts that pass their input on, and a block that predicts further.
+
+    The names are those that transformers' class leaves unread, and those of the publisher's own code.
+    """
+    shutil.copytree(source, folder)
+    count = json.loads((source / "config.json").read_text())["n_routed_experts"]
+
+    def keep(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if expert is not None and int(expert[1]) >= count:
+            return {}
+        return {name: tensor, "model.mtp.norm.weight": torch.ones(64)}
+
+    _change(folder, keep)
+
+
 def _further_block(folder: Path) -> None:
     """Adds the block that predicts further tokens, whose number follows those of the model's blocks."""
 
@@ -390,6 +407,7 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         "GLM-5-FP8", "glm_moe_dsa", text=_INDEXED, weights="FP8", made="fp8-blocks", plain=("weights_proj",),
         change=_further_block,
     ),
+    Published("LongCat-Flash-Chat", "longcat_flash", rewrite=_write_longcat),
     Published("MiniMax-M2.5", "minimax_m2", weights="FP8", made="fp8-blocks"),
     Published("MiniMax-M3", "minimax_m3_vl_text", "minimax_m3_vl", vision=_SIGLIP),
     Published("gpt-oss-20b", "gpt_oss", weights="MXFP4", made="mxfp4"),

@@ -20,6 +20,7 @@ FAMILIES = {
     "latents": "deepseek_v3",
     "an index": "deepseek_v32",
     "chunks of attention": "llama4_text",
+    "two attentions in a block": "longcat_flash",
     "packed floats of four bits": "gpt_oss",
 }
 SAMPLED: Sampling = {"temperature": 1.1, "top_p": 0.95, "seed": 7}

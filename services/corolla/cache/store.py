@@ -165,6 +165,12 @@ class KVStore:
         """
         return stored if self.codec is None else self.codec.decode(stored)
 
+    def layers_of(self, span: Span, blocks: Span) -> range:
+        """The layers of blocks of the span whose layers these are: as many for each, since each attention is one."""
+        indices, num_layers = span.indices(blocks), len(self.groups.layer_indices) - (self.mtp_layer is not None)
+        each = num_layers // len(span)
+        return range(indices.start * each, indices.stop * each)
+
     def held_layers(self, layers: range) -> range:
         """The layers of a session whose blocks these are: behind the last block, that of the prediction block, too."""
         return range(layers.start, layers.stop + 1) if self.mtp_layer == layers.stop else layers

@@ -18,7 +18,7 @@ from corolla.compute.device_memory import StepSize
 from corolla.compute.sizing import BlockSize, ModelSize
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import head_bytes
-from corolla.models.families import index_head_size, key_shapes, pageless_layers
+from corolla.models.families import EXPERTS_PER_TOKEN, index_head_size, key_shapes, pageless_layers
 from corolla.models.packed.choice import layouts_of
 from corolla.models.quantization import layout_of
 from corolla.models.span_model import empty_span, span_tensors
@@ -118,9 +118,7 @@ def _mlp_numbers(checkpoint: Checkpoint) -> int:
     """How many numbers of one row an MLP holds at a time: gate, up and their product, for each of a token's experts."""
     config, hidden_size = checkpoint.config, checkpoint.hidden_size
     inner = max(_integers(config, "intermediate_size", "ffn_dim", "n_inner"), default=4 * hidden_size)
-    num_chosen = _first(
-        config, "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts", default=0
-    )
+    num_chosen = _first(config, *EXPERTS_PER_TOKEN, default=0)
     width = _first(config, "moe_intermediate_size", "intermediate_size", default=inner)
     return max(3 * inner, num_chosen * max(3 * width, width + hidden_size))
 
@@ -139,7 +137,8 @@ def _cache_numbers(checkpoint: Checkpoint, more_of_a_head: int = 0) -> int:
         key = (config.kv_lora_rank if is_latent else config.head_dim) + more_of_a_head
         return int(heads * key + (heads + 1) * size)
     if checkpoint.family.past.caches_latents:
-        return int(config.kv_lora_rank + config.qk_rope_head_dim) + 2 * more_of_a_head
+        numbers = int(config.kv_lora_rank + config.qk_rope_head_dim) + 2 * more_of_a_head
+        return checkpoint.family.past.attentions * numbers
     if shapes := key_shapes(config):
         # A slot has room for the block that keeps most.
         keys = max(heads * (size + more_of_a_head) for heads, size, _ in shapes)

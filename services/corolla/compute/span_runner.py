@@ -82,7 +82,7 @@ class SpanRunner:
         if is_fused:
             model.make_fused(products)
         self.store = KVStore(
-            num_pages, page_tokens, model.windows, max_step_tokens=max_step_tokens,
+            num_pages, page_tokens, model.windows_of_attentions, max_step_tokens=max_step_tokens,
             has_scratch_page=has_scratch_page, codec=codec,
             recurrent=recurrent_layers(model.config), pageless=pageless_layers(model.config),
             num_state_pages=num_state_pages, num_snapshots=num_snapshots, key_shapes=key_shapes(model.config),

@@ -100,7 +100,7 @@ class DraftModel:
         config = copy.deepcopy(checkpoint.config)
         model_class = model_class_of(AutoModelForCausalLM, config)
         with checkpoint.open_tensors(checkpoint.names, dtype) as tensors:
-            model: Any = build(checkpoint, model_class, config, tensors, dtype=dtype, attention="sdpa")
+            model: Any = build(checkpoint, model_class, config, tensors, dtype=dtype)
         return cls(model.to(torch.device(device)), checkpoint.context_length, target.vocab_size)
 
     def token_bytes(self) -> int:

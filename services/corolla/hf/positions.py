@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
 from corolla.models.checkpoint import context_length_of
-from corolla.models.cut_model import cut_class
-from corolla.models.empty_model import model_class_of, without_weights
-from corolla.models.families import family_of, recurrent_layers
+from corolla.models.empty_model import cut_class, model_class_of, without_weights
+from corolla.models.families import family_of, num_blocks, recurrent_layers
 from corolla.models.span_model import cut_to_span
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
@@ -65,7 +64,7 @@ class PositionRules:
             return True
         config = copy.deepcopy(self._config)
         config._attn_implementation = "eager"  # every family has this one
-        cut_to = functools.partial(cut_to_span, family=family, span=Span(0, int(config.num_hidden_layers)))
+        cut_to = functools.partial(cut_to_span, family=family, span=Span(0, num_blocks(config)))
         base = without_weights(cut_class(model_class_of(AutoModel, config), cut_to), config)
         return any(window is not None for window in attention_windows(base, family))
 

@@ -3,10 +3,8 @@
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import logging
-import math
 import os
 import re
 import zlib
@@ -16,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
+from corolla.models.config_checks import check_factors, check_ranges, check_sizes
 from corolla.models.demo import DEMO_MODEL, demo_checkpoint
 from corolla.models.families import (
     FAMILIES,
     Family,
     family_of,
+    num_blocks,
     pageless_layers,
     short_factor_length,
     short_reason,
@@ -53,7 +54,7 @@ from corolla.models.weights import (
     read_header,
     sample_bytes,
 )
-from corolla.models.wrappers import TextModel, joined_rows, other_part, split_names, text_names
+from corolla.models.wrappers import Form, TextModel, joined_rows, other_part, split_names, text_names
 
 log = logging.getLogger(__name__)
 
@@ -96,19 +97,10 @@ _NOTES = frozenset(
         "use_cache",
     }
 )
-# Some families scale or cap hidden states, scores or logits by these fields.
-_FACTORS = (
-    "attention_multiplier", "attn_logit_softcapping", "clip_qkv", "embedding_multiplier", "final_logit_softcapping",
-    "lm_head_multiplier", "logit_scale", "logits_scaling", "query_pre_attn_scalar", "residual_multiplier",
-)  # fmt: skip
-# The most blocks and the largest vocabulary that a configuration may name, under each name that families give them.
-_MOST = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1 << 12),
-    "vocab_size": 1 << 24,
-}
 # What wrappers of training put before the names of a model's tensors.
 _WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.model.")
 _SAMPLE_BYTES = 256
+_EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
 
 
 def context_length_of(config: PretrainedConfig) -> int:
@@ -151,9 +143,7 @@ class Checkpoint:
         gguf: the weights of a GGUF file; None: they are safetensors.
         quantization: how the stored weights are quantised; None: they are not.
         unread: the parts of the model next to its language model, such as a vision tower, which are not read.
-        has_transposed_experts: whether files may hold the matrices of experts transposed.
-        is_mistral_format: whether names and rows of tensors are those of Mistral's own format.
-        joins_queries: whether files have queries, keys and values in one tensor, by the names of `bailing_moe_v2`.
+        form: in which form files hold the tensors.
     """
 
     name: str
@@ -166,9 +156,7 @@ class Checkpoint:
     gguf: GgufWeights | None = field(default=None, repr=False)
     quantization: Quantization | None = None
     unread: tuple[str, ...] = ()
-    has_transposed_experts: bool = False
-    is_mistral_format: bool = False
-    joins_queries: bool = False
+    form: Form = Form.USUAL
 
     @classmethod
     def from_pretrained(
@@ -219,9 +207,7 @@ class Checkpoint:
             config.tie_word_embeddings = not has_head
         checkpoint = cls(
             name, folder, config, family, index, snapshot, shared,
-            quantization=quantization, unread=unread,
-            has_transposed_experts=text.has_transposed_experts, is_mistral_format=_is_mistral_format(folder),
-            joins_queries=text.joins_queries,
+            quantization=quantization, unread=unread, form=Form.MISTRAL if _is_mistral_format(folder) else text.form,
         )  # fmt: skip
         if unread:
             log.info("serving the language model alone", extra={"model": name, "unread": ", ".join(unread)})
@@ -249,16 +235,19 @@ class Checkpoint:
     @functools.cached_property
     def names(self) -> Mapping[str, str]:
         """Maps each tensor's name in the language model to the stored one, which may have a wrapper's prefix."""
-        if self.joins_queries:
-            return split_names(self.weight_index)
-        found = (model_names if self.is_mistral_format else text_names)(self.weight_index)
+        found = {Form.JOINED: split_names, Form.MISTRAL: model_names}.get(self.form, text_names)(self.weight_index)
+        if getattr(self.config, "zero_expert_num", None):
+            # transformers saves weights for experts that pass their input on, which nothing reads.
+            count = int(self.config.n_routed_experts)
+            experts = ((name, _EXPERT.search(name)) for name in found)
+            found = {name: found[name] for name, expert in experts if expert is None or int(expert[1]) < count}
         if (prefix := self.family.stored_prefix) is None:
             return found
         return {re.sub(rf"^{re.escape(prefix)}", "model.", name): stored for name, stored in found.items()}
 
     @property
     def num_blocks(self) -> int:
-        return int(self.config.num_hidden_layers)
+        return num_blocks(self.config)
 
     @property
     def hidden_size(self) -> int:
@@ -299,40 +288,25 @@ class Checkpoint:
         blocks = base.get_submodule(self.family.layers)
         return [sum(weight.numel() for weight in block.parameters()) for block in blocks]
 
-    def _block_tensors(self) -> list[tuple[int, str]]:
-        """The tensors of all blocks, as block number and stored name.
+    def _stored_blocks(self) -> set[int]:
+        """The numbers of the blocks of which there are tensors.
 
         A checkpoint may have several lists of blocks, such as one that predicts further tokens; the model's blocks are
         the longest list.
         """
         layer = re.compile(rf"((?:.*\.)?){re.escape(self.family.layers)}\.(\d+)\..*")
-        lists: dict[str, list[tuple[int, str]]] = {}
-        for name, stored in self.names.items():
-            if match := layer.fullmatch(name):
-                lists.setdefault(match[1], []).append((int(match[2]), stored))
-        return max(lists.values(), key=lambda found: len({block for block, _ in found}), default=[])
+        lists: dict[str, set[int]] = {}
+        for match in filter(None, map(layer.fullmatch, self.names)):
+            lists.setdefault(match[1], set()).add(int(match[2]))
+        return max(lists.values(), key=len, default=set())
 
     def head_blocks(self) -> float:
         """How many blocks of the largest size have as many weights as the head.
 
         This is also the ratio of the times that head and block take for one row, since a row costs the time of reading
         the weights.
-
-        Raises:
-            CheckpointError: the largest blocks' weights are not here, or cannot be read.
         """
-        return self.vocab_size * self.hidden_size / max(map(self._num_weights, self.largest_blocks))
-
-    def _num_weights(self, block: int) -> int:
-        if self.gguf is not None:
-            return self.gguf.num_block_weights(block)
-        names = {name for of_block, name in self._block_tensors() if of_block == block}
-        if self.quantization is not None:
-            with self.open_tensors({name: name for name in names}) as tensors:
-                shapes = [getattr(tensor, "shape", None) or tensor.get_shape() for tensor in tensors.values()]
-            return sum(map(math.prod, shapes))
-        headers = {shard: read_header(shard) for shard in {self.weight_index[name] for name in names}}
-        return sum(math.prod(headers[self.weight_index[name]][name].shape) for name in names)
+        return self.vocab_size * self.hidden_size / max(self._sizes)
 
     def generation_config(self) -> GenerationConfig:
         """The default settings of answers: the checkpoint's, otherwise those that follow from its configuration.
@@ -400,7 +374,7 @@ class Checkpoint:
 
     def _is_transposed(self, stored: str, shape: Sequence[int]) -> bool:
         """A file holds the matrices of experts transposed; transformers, too, looks at their shape."""
-        if not self.has_transposed_experts or len(shape) != 3:
+        if self.form is not Form.TRANSPOSED or len(shape) != 3:
             return False
         if stored.endswith(".experts.gate_up_proj"):
             return shape[2] != self.hidden_size
@@ -425,23 +399,20 @@ class Checkpoint:
             yield {name: self.gguf.tensors[stored] for name, stored in names.items()}
             return
         from corolla.models.chunked_reads import HalvesOfPairs, Transposed, open_tensors
+        from corolla.models.quantized.tensors import packed_weights, refuse_packed
 
         with open_tensors(self.weight_index, names) as tensors:
             for name, stored in names.items():
                 if self._is_transposed(stored, tensors[name].get_shape()):
                     tensors[name] = Transposed(tensors[name])
-                elif self.joins_queries and (rows := self._rows_of(name, stored)) is not None:
+                elif self.form is Form.JOINED and (rows := self._rows_of(name, stored)) is not None:
                     tensors[name] = tensors[name].rows(*rows)
-                elif self.is_mistral_format and is_rotated(stored):
+                elif self.form is Form.MISTRAL and is_rotated(stored):
                     tensors[name] = HalvesOfPairs(tensors[name], int(self.config.head_dim))
-            if self.quantization is not None:
-                from corolla.models.quantized.tensors import packed_weights
-
-                tensors = packed_weights(self.quantization, tensors, dtype)
-            else:
-                from corolla.models.quantized.tensors import refuse_packed
-
+            if self.quantization is None:
                 refuse_packed(tensors)
+            else:
+                tensors = packed_weights(self.quantization, tensors, dtype)
             yield tensors
 
     def _rows_of(self, name: str, stored: str) -> tuple[int, int] | None:
@@ -504,25 +475,10 @@ class Checkpoint:
             facts = self.snapshot.identity(self.weight_index)
         else:
             facts = sample_bytes(self.weight_index, _SAMPLE_BYTES)
-            if self._keeps_plain_zeros():
-                # The release before reads other numbers from these files.
-                facts = itertools.chain(facts, (b"zero points as they are",))
         digest = hashlib.sha256()
         for fact in facts:
             digest.update(fact)
         return digest.digest()
-
-    def _keeps_plain_zeros(self) -> bool:
-        """The first zero points are the middle of the numbers, though the format says that 1 was subtracted."""
-        settings = self.quantization
-        name = min((each for each in self.weight_index if each.endswith(".qzeros")), default=None)
-        if settings is None or not settings.is_symmetric or not settings.zero_offset or name is None:
-            return False
-        shard = self.weight_index[name]
-        with shard.open("rb") as file:
-            word = os.pread(file.fileno(), 4, read_header(shard)[name].offset)
-        middles = (sum(1 << place for place in range(each.bits - 1, 32, each.bits)) for each in settings.schemes)
-        return int.from_bytes(word, "little") in middles
 
     @property
     def is_of_hub(self) -> bool:
@@ -570,13 +526,7 @@ class Checkpoint:
         return {**digests, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
 
     def _check_packed(self) -> None:
-        packed = next((name for name in self.weight_index if name.endswith((".qweight", ".weight_packed"))), None)
-        if self.quantization is None and packed is not None:
-            raise CheckpointError(
-                f"{self.folder} holds packed weights ({packed}), and neither a quantization_config of its config.json "
-                f"nor {', '.join(DESCRIPTION_FILES)} says how to read them; take a revision that has one."
-            )
-        if self.quantization is not None and self.joins_queries:
+        if self.quantization is not None and self.form is Form.JOINED:
             raise CheckpointError(
                 f"{self.folder} holds quantised weights, of which queries, keys and values are one; give the original "
                 "checkpoint."
@@ -597,7 +547,7 @@ class Checkpoint:
                     f"{self.folder} has names that all begin with {wrapper!r}, which torch.compile, DDP, FSDP or PEFT "
                     "put there in training; save the model without that wrapper, or take the beginning off the names."
                 )
-        promised, held = self.num_blocks, {block for block, _ in self._block_tensors()}
+        promised, held = self.num_blocks, self._stored_blocks()
         if not held:
             raise CheckpointError(
                 f"{self.folder} has no tensors named as the blocks of a {self.family.model_type} model "
@@ -606,9 +556,12 @@ class Checkpoint:
             )
         absent = next((block for block in range(promised) if block not in held), None)
         if absent is not None and absent == len(held):
+            field = self.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+            if self.family.past.attentions > 1:
+                field = "num_layers"
             raise CheckpointError(
                 f"{self.folder} has weights of {len(held)} blocks where config.json promises {promised}; set "
-                f"num_hidden_layers to {len(held)} if the model was cut, or give the whole checkpoint."
+                f"{field} to {len(held)} if the model was cut, or give the whole checkpoint."
             )
         if absent is not None:
             raise CheckpointError(
@@ -659,8 +612,7 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None, T
     The configuration lacks the fields of the quantisation, since models get expanded weights.
     """
     path, whole = _read_settings(folder)
-    for table in (whole, *(each for each in whole.values() if isinstance(each, Mapping))):
-        _check_numbers(path, table)
+    check_ranges(path, whole)
     _check_files(folder, whole)
     text = TextModel.of(whole)
     stored = text.settings
@@ -671,19 +623,22 @@ def _read_config(folder: Path) -> tuple[PretrainedConfig, Quantization | None, T
             f"{folder} needs code of its own, which is never run; choose a model that transformers knows."
         )
     try:
+        settings = text.family_settings()
+        if text.family in FAMILIES:
+            check_sizes(path, settings, CONFIG_MAPPING[text.family])
         if text.is_wrapped or path.name != _CONFIG_FILE or text.family != text.model_type:
-            config = AutoConfig.for_model(text.family).from_dict(text.family_settings(), name_or_path=str(folder))
+            config = AutoConfig.for_model(text.family).from_dict(settings, name_or_path=str(folder))
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # a foreign model_type, or a field that the family's own checks refuse
         if text.family not in FAMILIES:
             raise UnsupportedFamily(why_unsupported(stored)) from None
         raise CheckpointError(
             f"{path} does not describe a model that transformers knows; correct it: {short_reason(error)}"
         ) from error
-    if not isinstance(config, PretrainedConfig):
-        raise CheckpointError(f"{path} does not describe a model.")
-    _check_factors(path, config)
+    check_factors(path, config)
     for name in QUANTIZATION_KEYS:
         if hasattr(config, name):
             delattr(config, name)
@@ -704,32 +659,6 @@ def _read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _is_mistral_format(folder: Path) -> bool:
     """The folder holds a model in Mistral's own format alone."""
     return not (folder / _CONFIG_FILE).is_file() and (folder / PARAMS_FILE).is_file()
-
-
-def _check_numbers(path: Path, stored: Mapping[str, Any]) -> None:
-    """Refuses numbers of which a configuration of transformers would make lists that no machine has room for."""
-    for name, most in _MOST.items():
-        number = stored.get(name)
-        if isinstance(number, int | float) and not 0 < number <= most:
-            raise CheckpointError(
-                f"{path} sets {name} to {str(number)[:40]}, where 1 to {most} can be served; correct it."
-            )
-
-
-def _check_factors(path: Path, config: PretrainedConfig) -> None:
-    """Refuses factors of other families: transformers keeps them in a configuration, and computes without them."""
-    known = type(config)()
-    odd = [
-        name
-        for name in _FACTORS
-        # A factor of 1 changes nothing, and neither does a cap or a bound of 0.
-        if getattr(config, name, None) not in (None, 1.0, 0.0) and not hasattr(known, name)
-    ]
-    if odd:
-        raise CheckpointError(
-            f"{path} sets {odd[0]}, with which a {config.model_type} model is not computed; correct model_type, or "
-            "remove that field."
-        )
 
 
 def _no_config(folder: Path) -> CheckpointError:

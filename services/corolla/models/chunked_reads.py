@@ -187,19 +187,26 @@ class StoredMatrix:
         return memory.view(self._dtype)
 
 
-class Transposed:
-    """A stored tensor whose last two dimensions are exchanged as it is read."""
+class _Rearranged:
+    """A stored tensor whose numbers get another order as they are read."""
 
     def __init__(self, stored: StoredMatrix) -> None:
         self._stored = stored
 
     def get_shape(self) -> list[int]:
-        *outer, rows, columns = self._stored.get_shape()
-        return [*outer, columns, rows]
+        return self._stored.get_shape()
 
     def get_dtype(self) -> str:
         """safetensors' name of the element type."""
         return self._stored.get_dtype()
+
+
+class Transposed(_Rearranged):
+    """A stored tensor whose last two dimensions are exchanged as it is read."""
+
+    def get_shape(self) -> list[int]:
+        *outer, rows, columns = self._stored.get_shape()
+        return [*outer, columns, rows]
 
     def __getitem__(self, index: Any) -> Tensor:
         """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]`, only these of the first index."""
@@ -208,19 +215,12 @@ class Transposed:
         return self._stored[...].transpose(-1, -2)[index]
 
 
-class HalvesOfPairs:
+class HalvesOfPairs(_Rearranged):
     """A stored matrix of heads. It stores the two rows of a pair together, and gives them half a head apart."""
 
     def __init__(self, stored: StoredMatrix, head_size: int) -> None:
-        self._stored = stored
+        super().__init__(stored)
         self._head_size = head_size
-
-    def get_shape(self) -> list[int]:
-        return self._stored.get_shape()
-
-    def get_dtype(self) -> str:
-        """safetensors' name of the element type."""
-        return self._stored.get_dtype()
 
     def __getitem__(self, index: Any) -> Tensor:
         """Reads what is indexed, in the file's dtype, on the CPU; for `[start:end]`, only the heads of these rows."""

@@ -17,12 +17,13 @@ from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import PACKED
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.chunked_reads import ChangeModule, ChunkedTensor, read_deferred
-from corolla.models.empty_model import without_weights
-from corolla.models.families import Family, recurrent_layers
+from corolla.models.empty_model import cut_class, without_weights
+from corolla.models.families import FAMILIES, Family, recurrent_layers
 from corolla.models.loading import LOADING
 from corolla.models.merged_experts import merged, renamed_by
 from corolla.models.packed.choice import fill, layouts_of
 from corolla.models.packed.modules import replace_packed
+from corolla.models.wrappers import Form
 
 # The lists of a configuration with one entry per layer, which a base model's forward indexes by the layer's number.
 PER_LAYER_LISTS = (
@@ -45,24 +46,6 @@ _SPREAD: Final = 0.02
 _NUM_MADE_UP: Final = (1 << 20) - 3
 
 
-def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
-    """A subclass that calls `cut` with each instance once it is built, before any weight is read.
-
-    The subclass keeps the name and module of the family's class, by which transformers finds renamed stored tensors.
-    """
-
-    def build_and_cut(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
-        model_class.__init__(self, config, *args, **kwargs)
-        cut(self)
-
-    members = {
-        "__init__": build_and_cut,
-        "__module__": model_class.__module__,
-        "__qualname__": model_class.__qualname__,
-    }
-    return cast(type[PreTrainedModel], type(model_class.__name__, (model_class,), members))
-
-
 def build(
     checkpoint: Checkpoint,
     model_class: type[PreTrainedModel],
@@ -70,7 +53,6 @@ def build(
     tensors: Mapping[str, Any],
     *,
     dtype: torch.dtype,
-    attention: str,
     device: torch.device = CPU,
     changing: Callable[[nn.Module], ChangeModule | None] = lambda model: None,
     empty: PreTrainedModel | None = None,
@@ -92,7 +74,7 @@ def build(
             tensors = merged(empty or without_weights(model_class, config), tensors)
             chunked = {name: ChunkedTensor(stored, dtype) for name, stored in tensors.items()}
             prepare = functools.partial(_prepare, chunked=chunked, dtype=dtype, device=device)
-            model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype, attention)
+            model, report = _fill(cut_class(model_class, prepare), config, chunked, dtype)
     except RuntimeError as error:
         raise CheckpointError(f"The weights of {checkpoint.name} do not fit its {settings}; {advice}.") from error
     for name, own, wanted in sorted(report["mismatched_keys"]):
@@ -105,15 +87,21 @@ def build(
             f"{checkpoint.name} lacks {len(missing)} tensors of the model in its {settings}, {missing[0]} among them; "
             f"{advice}."
         )
-    refuse_leftovers(checkpoint.name, str(config.model_type), report["unexpected_keys"], ignored_names(model_class))
+    refuse_leftovers(checkpoint, report["unexpected_keys"], model_class)
     model.eval().requires_grad_(False)
     change = changing(model)
     if device != CPU:
         read_deferred(model, chunked.values(), device, change)
-    elif change is not None:
+    else:
+        change_modules(model, change)
+    return model
+
+
+def change_modules(model: nn.Module, change: ChangeModule | None) -> None:
+    """Changes each module of a model in turn, if there is a change."""
+    if change is not None:
         for module in list(model.modules()):
             change(module)
-    return model
 
 
 def refuse_absurd(checkpoint: Checkpoint, model: nn.Module, names: Mapping[str, str]) -> None:
@@ -127,7 +115,7 @@ def refuse_absurd(checkpoint: Checkpoint, model: nn.Module, names: Mapping[str, 
         CheckpointError: a tensor has another shape, or the model has far more numbers than there are bytes for.
     """
     wanted, stored = model.state_dict(), checkpoint.stored(names.values())
-    if checkpoint.quantization is None and not checkpoint.joins_queries:
+    if checkpoint.quantization is None and checkpoint.form is not Form.JOINED:
         for name, given in names.items():
             own = stored[given].shape if name in wanted and given in stored else ()
             if own and own != tuple(wanted[name].shape):
@@ -158,11 +146,6 @@ def _advice_on(checkpoint: Checkpoint) -> tuple[str, str]:
     return "config.json", "correct config.json, or give a checkpoint that fits it"
 
 
-def ignored_names(model_class: type[PreTrainedModel]) -> frozenset[str]:
-    """The regular expressions of a family of transformers for stored tensors that its models do not need."""
-    return frozenset(model_class._keys_to_ignore_on_load_unexpected or ())
-
-
 def build_cut(
     checkpoint: Checkpoint,
     model_class: type[PreTrainedModel],
@@ -173,7 +156,6 @@ def build_cut(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str,
-    attention: str = "sdpa",
     changing: Callable[[nn.Module], ChangeModule | None] = lambda model: None,
 ) -> PreTrainedModel:
     """Builds a cut model and fills it with the tensors `names`, some of which may stay packed.
@@ -195,7 +177,7 @@ def build_cut(
         expanded = {name: tensor for name, tensor in tensors.items() if name not in layouts}
         model = build(
             checkpoint, cut_class(model_class, cut), config, expanded,
-            dtype=dtype, attention=attention, device=device, changing=changing, empty=None if layouts else empty,
+            dtype=dtype, device=device, changing=changing, empty=None if layouts else empty,
         )  # fmt: skip
         fill(model, checkpoint, layouts, names, tensors, device)
     return cast(PreTrainedModel, cast(Any, model).to(device))
@@ -258,7 +240,6 @@ def make_up(
     config: PretrainedConfig,
     *,
     dtype: torch.dtype,
-    attention: str,
     device: torch.device = CPU,
     empty: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
@@ -279,7 +260,7 @@ def make_up(
     }
     prepare = functools.partial(_prepare, chunked=tensors, dtype=dtype, device=device)
     with _quietly(logging.ERROR):
-        model, _ = _fill(cut_class(model_class, prepare), config, tensors, dtype, attention)
+        model, _ = _fill(cut_class(model_class, prepare), config, tensors, dtype)
     model.eval().requires_grad_(False)
     if device == CPU:
         return model
@@ -318,11 +299,8 @@ def _fill(
     config: PretrainedConfig,
     tensors: Mapping[str, Any],
     dtype: torch.dtype,
-    attention: str,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """The filled model, and transformers' report of missing and mismatched tensors, which got random values."""
-    if attention == "sdpa" and not model_class._supports_sdpa:
-        attention = "eager"
     # transformers draws random numbers for some tensors of families with recurrent states before it reads them from the
     # file. `fork_rng` restores torch's global generator at the end. Other threads then draw those numbers again that
     # they drew meanwhile, so families without recurrent states, which need no random numbers, do without `fork_rng`.
@@ -333,7 +311,7 @@ def _fill(
             config=config,
             state_dict=dict(tensors),
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
             output_loading_info=True,
             # The report then names them, and `build` refuses them.
             ignore_mismatched_sizes=True,
@@ -349,7 +327,7 @@ def keep_layers_of_config(config: PretrainedConfig, indices: range) -> None:
     if computed:
         # The family computes these lists from layers' numbers in the whole model, so they become plain attributes.
         config.__class__ = type(type(config).__name__, (type(config),), dict.fromkeys(computed))
-    config.num_hidden_layers = len(indices)
+    config.num_hidden_layers = len(indices) * FAMILIES[str(config.model_type)].past.attentions
     for name, entries in kept.items():
         setattr(config, name, entries)
 
@@ -358,11 +336,12 @@ def keep_layers(base: PreTrainedModel, family: Family, indices: range) -> None:
     """Cuts a base model, in place, to the layers `indices`, and renumbers them from 0."""
     layers = cast(nn.ModuleList, base.get_submodule(family.layers))
     kept = nn.ModuleList(layers[index] for index in indices)
-    for module in kept.modules():
-        for name in LAYER_INDEX_NAMES:
-            index = getattr(module, name, None)
-            if isinstance(index, int):
-                setattr(module, name, index - indices.start)
+    for layer in kept:
+        for module in layer.modules():
+            first = indices.start * (1 if module is layer else family.past.attentions)
+            for name in LAYER_INDEX_NAMES:
+                if isinstance(index := getattr(module, name, None), int):
+                    setattr(module, name, index - first)
     base.set_submodule(family.layers, kept)
     if base.config.is_heterogeneous:
         # transformers makes tables of angles anew once weights are read, for each kind of layers of the whole model.
@@ -400,28 +379,26 @@ _CACHE_SCALES: Final = re.compile(r".*\.((k|v|q|kv|prob)_scale|(k|v|q)_proj\.(ou
 _OTHER_PARTS: Final = re.compile(r"(.*\.)?(mtp|mtp_layers|v_head)\..*")
 
 
-def refuse_leftovers(model: str, model_type: str, names: Iterable[str], ignored: Iterable[str] = ()) -> None:
+def refuse_leftovers(checkpoint: Checkpoint, names: Iterable[str], model_class: type[PreTrainedModel]) -> None:
     """Refuses tensors that a model does not use, except for those that change no answer.
 
     Args:
         names: the names of tensors that the model does not use.
-        ignored: regular expressions of transformers for names that may be left over.
+        model_class: the class of transformers, which has regular expressions for names that may be left over.
 
     Raises:
         CheckpointError: a tensor is left over.
     """
-    patterns = [re.compile(each) for each in ignored]
+    ignored = model_class._keys_to_ignore_on_load_unexpected or ()
     odd = [
         name
         for name in names
-        if not (
-            any(known.fullmatch(name) for known in (_COMPUTED, _CACHE_SCALES, _OTHER_PARTS))
-            or any(each.search(name) for each in patterns)
-        )
+        if not any(known.fullmatch(name) for known in (_COMPUTED, _CACHE_SCALES, _OTHER_PARTS))
+        and not any(re.search(each, name) for each in ignored)
     ]
     if odd:
         raise CheckpointError(
-            f"{model} holds {len(odd)} tensors that a {model_type} model with its configuration does not use, "
-            f"{min(odd)} among them, so answers could be others than those it was made for; correct config.json, or "
-            "give a checkpoint whose tensors it describes."
+            f"{checkpoint.name} holds {len(odd)} tensors that a {checkpoint.family.model_type} model with its "
+            f"configuration does not use, {min(odd)} among them, so answers could be others than those it was made "
+            "for; correct config.json, or give a checkpoint whose tensors it describes."
         )

@@ -25,7 +25,6 @@ from corolla.kernels.layouts import Layout
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
     build_cut,
-    ignored_names,
     keep_layers,
     keep_layers_of_config,
     refuse_leftovers,
@@ -340,7 +339,7 @@ def _refuse_other_tensors(checkpoint: Checkpoint) -> None:
     ends = edge_tensors(checkpoint)
     layer = _layer_name(checkpoint)
     others = (name for name in checkpoint.names if name not in ends and not layer.match(name))
-    refuse_leftovers(checkpoint.name, checkpoint.family.model_type, others, ignored_names(model_class))
+    refuse_leftovers(checkpoint, others, model_class)
 
 
 def _layer_name(checkpoint: Checkpoint) -> re.Pattern[str]:

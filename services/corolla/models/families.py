@@ -30,6 +30,11 @@ PAGELESS_KINDS = frozenset({"conv", "linear_attention", "mlp", "moe"})
 # A rotary embedding with other factors for long texts. transformers chooses factors by the longest position of a call.
 LONG_ROPE = "longrope"
 
+# How configurations name the number of a token's experts.
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"
+)  # fmt: skip
+
 # Rotary embeddings that remember the longest position of all calls, so that sessions would change each other's output.
 STATEFUL_ROPE = frozenset({"dynamic"})
 
@@ -75,6 +80,8 @@ class Past:
         keeps_tokens: whether some blocks keep keys and values.
         keeps_states: whether some blocks keep a recurrent state; see `recurrent_layers`.
         packs_states: whether rows share a call on CPUs although blocks keep states; see `compute/state_blocks`.
+        attentions: how many attentions a block has. Each keeps keys and values of its own, and counts as a layer in
+            the cache, in the family's numbers of layers, and in `num_hidden_layers`.
     """
 
     caches_latents: bool = False
@@ -84,6 +91,7 @@ class Past:
     keeps_tokens: bool = True
     keeps_states: bool = False
     packs_states: bool = False
+    attentions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +236,8 @@ _FAMILIES = (
         Family(name, past=Past(caches_latents=True), read_weights=("kv_b_proj",))
         for name in ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "youtu")
     ),
+    # Its router reads the weight of a linear layer without calling it.
+    Family("longcat_flash", past=Past(caches_latents=True, attentions=2), read_weights=("kv_b_proj", "classifier")),
     *(
         # Only the family's own code has the index.
         Family(
@@ -296,7 +306,6 @@ UNSERVED: Mapping[str, str] = {
         "blocks take inputs made from token ids, and keys and values of other blocks",
     ),
     **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
-    "longcat_flash": "two attentions in one block",
     "deepseek_v4": "attention to runs of tokens that an index picks",
     **dict.fromkeys(("minimax", "rwkv", "xlstm"), "a cache of their own kind"),
     **dict.fromkeys(
@@ -434,6 +443,11 @@ def recurrent_layers(config: PretrainedConfig) -> frozenset[int]:
 def pageless_layers(config: PretrainedConfig) -> frozenset[int]:
     """Indices of a configuration's layers that keep no keys and values."""
     return _layers_of_kinds(config, PAGELESS_KINDS)
+
+
+def num_blocks(config: PretrainedConfig) -> int:
+    """The number of a model's blocks."""
+    return int(config.num_hidden_layers) // FAMILIES[str(config.model_type)].past.attentions
 
 
 def key_shapes(config: PretrainedConfig) -> tuple[KeyShape, ...]:

@@ -10,8 +10,8 @@ weights.
 """
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final, Protocol, Self, cast
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Final, Protocol, Self, Union, cast
 
 import torch
 from torch import Tensor, nn
@@ -75,44 +75,11 @@ class BlockNorm(Protocol):
         ...
 
 
-class Projection(Protocol):
-    """A linear layer with weights of any kind, from `[N, in]` to `[N, out]` in the same dtype."""
+Projection = Union[DenseLinear, PackedLinear, "_SideBySide"]
+"""A linear layer with weights of any kind, from `[N, in]` to `[N, out]` in the same dtype."""
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """Multiplies `rows`, `[N, in]`; returns `[N, out]` in the same dtype."""
-        ...
-
-
-class Attend(Protocol):
-    """The attention function of one batch, which knows the batch's rows and their caches."""
-
-    def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Stores new keys and values and attends.
-
-        Args:
-            layer: the layer's index within the span.
-            query: `[N, heads, head_dim]` in the model's dtype, one entry for each new token of all rows.
-            key: `[N, key heads, head_dim]` in the same dtype.
-            value: `[N, key heads, head_dim]` in the same dtype.
-            window: how many tokens a token sees, itself included; None: it sees all tokens before it.
-            softcap: the bound of the scores; None: they are not bounded.
-            sinks: attention sinks, `[heads]` in the model's dtype or float32; None: there are none.
-
-        Returns:
-            `[N, heads, head_dim]` in the same dtype.
-        """
-        ...
+Attend = Callable[..., Tensor]
+"""The attention of one batch, which stores new keys and values; see `AttentionBatch.attend` in `compute`."""
 
 
 class FusedSpan:

@@ -43,7 +43,6 @@ from corolla.models.weights import (
     no_weights,
     read_header,
     read_index,
-    warn_of_index,
     weight_files,
 )
 
@@ -413,12 +412,10 @@ class HubSnapshot:
             CheckpointError: the repository has no safetensors, or its index names a file that it lacks.
         """
         single, index_name = weight_files(self.manifest.files)
-        has_single, has_index = (name in self.manifest.files for name in (single, index_name))
-        warn_of_index(self.repository, has_single=has_single, has_index=has_index)
-        if has_single:
+        if single in self.manifest.files:
             self.fetch({single})
             return dict.fromkeys(read_header(self.folder / single), self.folder / single)
-        if not has_index:
+        if index_name not in self.manifest.files:
             raise CheckpointError(no_weights(self.repository, self.manifest.files))
         index = read_index(self.folder, index_name)
         absent = sorted({shard.name for shard in index.values()} - set(self.manifest.files))

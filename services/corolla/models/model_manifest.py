@@ -104,7 +104,7 @@ def is_sound(manifest: ModelManifest) -> bool:
     return (
         0 < len(names) <= _MOST_FILES
         and len(set(names)) == len(names)
-        and _is_name(manifest.root, most_deep=_MOST_DEEP)
+        and _is_name(manifest.root)
         and _is_digest(manifest.identity)
         and all(map(_is_sound, manifest.files))
     )
@@ -112,17 +112,17 @@ def is_sound(manifest: ModelManifest) -> bool:
 
 def _is_sound(file: ManifestFile) -> bool:
     return (
-        _is_name(file.name, most_deep=_MOST_DEEP)
+        _is_name(file.name)
         and 0 <= file.num_head_bytes <= file.num_bytes <= _MOST_FILE_BYTES
         and len(file.checksums) == 2 * DIGEST_BYTES * file.num_parts
     )
 
 
-def _is_name(name: str, *, most_deep: int) -> bool:
+def _is_name(name: str) -> bool:
     """The name is a relative path without hidden folders or files, and so without `..`."""
     steps = name.split("/")
     return (
-        len(steps) <= most_deep
+        len(steps) <= _MOST_DEEP
         and name.isprintable()
         and len(name.encode()) <= _MOST_NAME_BYTES
         and all(step and not step.startswith(".") and "\\" not in step for step in steps)

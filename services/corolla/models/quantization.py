@@ -11,7 +11,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
-from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.chassis.errors import CheckpointError
 from corolla.chassis.weight_formats import PACKED
 from corolla.kernels.layouts import Layout, Number, Scale, group_layout
 from corolla.kernels.llvm_text import LANES
@@ -30,45 +30,30 @@ _LARGEST_INT4: Final = 15
 _LEAST_INT4_SCALE: Final = 1e-6
 
 
-def quantize(model: nn.Module, quantization: str, kept: Collection[str] = ()) -> None:
-    """Quantises every linear layer of `model` in place, on its device; `"none"` and `"packed"` change nothing.
+def quantizer(
+    model: nn.Module, quantization: str, kept: Collection[str] = (), device: torch.device | None = None
+) -> Callable[[nn.Module], None] | None:
+    """Returns a function that quantises a module of `model`, not its submodules, in its place.
+
+    So a model can be quantised layer by layer while it is read. None: nothing would be quantised, as with `"none"` and
+    `"packed"`.
 
     `int8` is symmetric with one scale for each output channel. `int4` is asymmetric with a scale and a zero point for
     each group of 32 inputs. Layers whose number of inputs is not a multiple of 32 stay as they are.
 
     Args:
-        model: the model in its final dtype, on its final device.
+        model: the model in its final dtype; its weights need not be read yet.
         quantization: `"none"`, `"int8"`, `"int4"` or `"packed"`.
         kept: names, within their blocks, of layers that are not quantised, since other code reads their weights.
+        device: the device on which layers are quantised; None: that of the model.
 
     Raises:
         StartupError: this machine has no compiled functions.
-        SettingsError: the quantisation is not known, or the device has no kernels.
+        SettingsError: the device has no kernels.
         CheckpointError: most of the model's weights are not in linear layers.
-    """
-    quantize_layer = quantizer(model, quantization, kept)
-    if quantize_layer is not None:
-        for module in list(model.modules()):
-            quantize_layer(module)
-
-
-def quantizer(
-    model: nn.Module, quantization: str, kept: Collection[str] = (), device: torch.device | None = None
-) -> Callable[[nn.Module], None] | None:
-    """Returns a function that quantises a module of `model`, not its submodules, in its place, if `quantize` would.
-
-    So a model can be quantised layer by layer while it is read. None: nothing would be quantised.
-
-    Args:
-        model: the model in its final dtype; its weights need not be read yet.
-        device: the device on which layers are quantised; None: that of the model.
-
-    Raises as `quantize` does.
     """
     if quantization in ("none", PACKED):
         return None
-    if quantization not in ("int8", "int4"):
-        raise SettingsError(f"COROLLA_QUANTIZATION={quantization!r}: give none, int8, int4 or packed")
     layers = _quantizable(model, quantization, kept)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     if sum(layer.weight.numel() for layer, _ in layers.values()) < _LEAST_SHARE * num_weights:
@@ -113,8 +98,8 @@ def pack_empty(model: nn.Module, quantization: str, kept: Collection[str] = ()) 
 
     Args:
         model: the model on the meta device, in its final dtype.
-        quantization: see `quantize`.
-        kept: see `quantize`.
+        quantization: see `quantizer`.
+        kept: see `quantizer`.
     """
     for path, (layer, layout) in _quantizable(model, quantization, kept).items():
         bias = cast(nn.Parameter | None, layer.bias)

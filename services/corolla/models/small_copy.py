@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import keep_layers_of_config, make_up
 from corolla.models.empty_model import model_class_of
+from corolla.models.families import EXPERTS_PER_TOKEN
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
 
@@ -25,7 +26,7 @@ _MAX_VOCABULARY: Final = 512
 # Experts of which a token gets a part.
 _MIN_EXPERTS_PER_GROUP: Final = 4
 # Fields of a configuration that are widths inside of an MLP, whose names say nothing of that.
-_INNER_WIDTHS: Final = frozenset({"ffn_dim", "n_inner", "ffn_hidden_size"})
+_INNER_WIDTHS: Final = frozenset({"expert_ffn_hidden_size", "ffn_dim", "n_inner", "ffn_hidden_size"})
 # transformers computes linear attention slowly on a processor: a chunk of 64 tokens takes 2 MB of each head.
 _LINEAR_HEADS: Final = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 _SPECIAL_TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -114,8 +115,8 @@ def _narrow_recurrent_layers(config: Any) -> None:
 
 def _num_experts(config: Any) -> int:
     groups = int(getattr(config, "n_group", None) or 1)
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
-    chosen = max((int(value) for name in names if type(value := getattr(config, name, None)) is int), default=1)
+    given = (getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
+    chosen = max((each for each in given if type(each) is int), default=1)
     return groups * max(_MIN_EXPERTS_PER_GROUP, -(-2 * chosen // groups))
 
 
@@ -132,7 +133,7 @@ class SmallCopy(Checkpoint):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, config: PretrainedConfig) -> Self:
         """A random model of the checkpoint's family, of this small configuration."""
-        unsplit = make_up(model_class_of(AutoModelForCausalLM, config), config, dtype=torch.float32, attention="sdpa")
+        unsplit = make_up(model_class_of(AutoModelForCausalLM, config), config, dtype=torch.float32)
         _draw(unsplit)
         facts = {name: getattr(checkpoint, name) for name in ("name", "folder", "family")}
         return cls(

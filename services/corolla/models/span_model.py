@@ -18,14 +18,14 @@ from corolla.models.adapters.products import AdapterBatch, Place
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cut_model import (
     build_cut,
-    cut_class,
+    change_modules,
     keep_layers,
     keep_layers_of_config,
     kind_of_layer,
     make_up,
     refuse_absurd,
 )
-from corolla.models.empty_model import model_class_of, without_weights
+from corolla.models.empty_model import cut_class, model_class_of, without_weights
 from corolla.models.families import Family, packs_rows, short_factor_length
 from corolla.models.fused import PLACES, FusedSpan, MixtureMlp, fits
 from corolla.models.linear import DenseLinear, choose_products, replace_linears
@@ -40,7 +40,7 @@ from corolla.models.packed.modules import (
 )
 from corolla.models.packed.trial import choose_packed_products
 from corolla.models.product_rule import AUTO, Way
-from corolla.models.quantization import pack_empty, quantize, quantizer
+from corolla.models.quantization import pack_empty, quantizer
 from corolla.models.rotary_table import LongRope
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
@@ -109,6 +109,11 @@ class SpanModel:
         return int(self.config.hidden_size)
 
     @property
+    def windows_of_attentions(self) -> tuple[int | None, ...]:
+        """The window of each attention, which is a layer in any cache."""
+        return tuple(window for window in self.windows for _ in range(self.family.past.attentions))
+
+    @property
     def mtp_layer(self) -> int | None:
         """The index of the layer of the multi-token prediction block; None without one."""
         return None if self.all_blocks == self.span else len(self.span)
@@ -174,7 +179,7 @@ class SpanModel:
         """
         if path.endswith(self.family.read_weights):
             return None
-        modules = dict(self._layer(layer).named_modules())
+        modules = dict(self.layers[layer].named_modules())
         if (shape := _features(modules.get(path))) is None:
             return None
         if self.fused is None:
@@ -196,7 +201,7 @@ class SpanModel:
             return
         self._takes_adapters = True
         for index in range(len(self.span)):
-            for path, module in self._layer(index).named_modules():
+            for path, module in self.layers[index].named_modules():
                 if (found := self.linear_place(index, path)) is not None and not self._adds_itself(found):
                     module.register_forward_hook(self._adding(index, (path,)))
 
@@ -220,8 +225,8 @@ class SpanModel:
     def first_of_kinds(self) -> tuple[int, ...]:
         """The indices of the first layer of each kind; see `kind_of_layer`."""
         kinds: dict[Hashable, int] = {}
-        for index, window in enumerate(self.windows):
-            kinds.setdefault((window, kind_of_layer(self._layer(index))), index)
+        for index, (window, layer) in enumerate(zip(self.windows, self.layers, strict=True)):
+            kinds.setdefault((window, kind_of_layer(layer)), index)
         return tuple(kinds.values())
 
     @property
@@ -234,9 +239,6 @@ class SpanModel:
         """The family's rotary embedding; None: it has none."""
         children = dict(self._base.named_children())
         return children.get("rotary_emb", children.get("pos_emb"))
-
-    def _layer(self, index: int) -> nn.Module:
-        return self.layers[index]
 
     def set_attention(self, implementation: str) -> None:
         """Sets the attention function of all layers; `implementation` is a key of transformers' AttentionInterface."""
@@ -251,7 +253,6 @@ class SpanModel:
         *,
         blocks: Span | None = None,
         past_key_values: Any = None,
-        attention_mask: Any = None,
     ) -> Tensor:
         """Runs the blocks.
 
@@ -261,7 +262,6 @@ class SpanModel:
                 tokens.
             blocks: a run within `all_blocks`; None runs the whole span.
             past_key_values: a transformers cache, or None for attention functions that keep their own.
-            attention_mask: a mask in the form of the family's base model.
 
         Returns:
             The output of the last of `blocks`, before any final norm: `[B, T, H]` in the model's dtype.
@@ -269,7 +269,6 @@ class SpanModel:
         output = self._view(blocks or self.span)(
             inputs_embeds=hidden,
             position_ids=position_ids,
-            attention_mask=attention_mask,
             use_cache=past_key_values is not None,
             **{self.family.past.cache_argument: past_key_values},
         )
@@ -328,7 +327,6 @@ def load_span(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    attention: str = "sdpa",
     quantization: str = "none",
     has_mtp_layer: bool = False,
 ) -> SpanModel:
@@ -336,7 +334,6 @@ def load_span(
 
     Args:
         dtype: the dtype of the weights in memory, whatever the files hold.
-        attention: transformers' attention implementation; families that `sdpa` does not serve get `eager`.
         quantization: how linear layers hold their weights: `none`; `int8` or `int4`, quantised after reading; `packed`,
             packed as in the files.
         has_mtp_layer: whether to read the decoder layer of the multi-token prediction block, too, which the checkpoint
@@ -364,7 +361,6 @@ def load_span(
         dtype=dtype,
         device=device,
         quantization=quantization,
-        attention=attention,
         changing=lambda model: quantizer(model, quantization, kept, device),
     )
     return SpanModel(base, span, checkpoint.family, has_mtp_layer=has_mtp_layer)
@@ -389,10 +385,10 @@ def make_span(
     config, cut = _cut_class_of(checkpoint, span, layouts, dtype, device)
     empty = without_weights(cut, config)
     refuse_absurd(checkpoint, empty, names)
-    base = make_up(cut, config, dtype=dtype, attention="sdpa", device=device, empty=empty)
+    base = make_up(cut, config, dtype=dtype, device=device, empty=empty)
     make_up_packed(base)
     base = cast(PreTrainedModel, cast(Any, base).to(device))
-    quantize(base, quantization, checkpoint.family.read_weights)
+    change_modules(base, quantizer(base, quantization, checkpoint.family.read_weights))
     return SpanModel(base, span, checkpoint.family)
 
 

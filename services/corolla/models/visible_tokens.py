@@ -83,7 +83,7 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
         for index, layer in enumerate(layers):
             layer.forward = _recording(given, index, returns_tuple)
         for each in rotary:
-            each.forward = _no_angles
+            each.forward = lambda hidden, *_arguments, **_options: (hidden, hidden)
         made: list[_Sees] = []
         token = _MADE.set(made)
         config._attn_implementation = _ASKED
@@ -104,10 +104,6 @@ def _masks_of(base: PreTrainedModel, family: Family, layers: nn.ModuleList) -> t
             for each in (*layers, *rotary):
                 del each.forward
     raise AssertionError("the second try returns or raises")
-
-
-def _no_angles(hidden: Tensor, *_arguments: Any, **_options: Any) -> tuple[Tensor, Tensor]:
-    return hidden, hidden
 
 
 def _recording(masks: list[_Sees | None], index: int, returns_tuple: bool) -> Callable[..., Any]:
@@ -185,7 +181,8 @@ def _refuse_short_caches(
 
     Then the answers of transformers depend on how a text was cut into calls, so there is no truth to equal.
     """
-    for layer, (cached, window) in enumerate(zip(_layers_of_cache(config), windows, strict=True)):
+    of_layers = (window for window in windows for _ in range(family.past.attentions))
+    for layer, (cached, window) in enumerate(zip(_layers_of_cache(config), of_layers, strict=True)):
         if cached.is_linear and not family.past.keeps_states:
             raise UnsupportedFamily(
                 f"config.json gives layer {layer} a recurrent state (layer_types), with which a {config.model_type} "

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,8 +19,6 @@ CONSOLIDATED_FILE = "consolidated.safetensors"
 CONSOLIDATED_INDEX = "consolidated.safetensors.index.json"
 GGUF_SUFFIX = ".gguf"
 PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
-
-log = logging.getLogger(__name__)
 
 _HEADER_LENGTH = struct.Struct("<Q")
 _MOST_NAME_BYTES = 255
@@ -68,9 +65,7 @@ def find_weights(folder: Path) -> dict[str, Path]:
     """
     single_name, index_name = weight_files([path.name for path in folder.iterdir()])
     single = folder / single_name
-    has_index = (folder / index_name).is_file()
-    warn_of_index(str(folder), has_single=single.is_file(), has_index=has_index)
-    if has_index and not single.is_file():
+    if (folder / index_name).is_file() and not single.is_file():
         named = read_index(folder, index_name)
         return {**_check_shards(named, index_name), **named}
     shards = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
@@ -87,15 +82,6 @@ def weight_files(names: Collection[str]) -> tuple[str, str]:
     """Returns the names that a single file of weights and an index have among the names of a model's files."""
     pairs = (SINGLE_FILE, INDEX_FILE), (CONSOLIDATED_FILE, CONSOLIDATED_INDEX)
     return next((pair for pair in pairs if not set(pair).isdisjoint(names)), pairs[0])
-
-
-def warn_of_index(place: str, *, has_single: bool, has_index: bool) -> None:
-    """Logs a warning where an index is not used, since there is a single file, too."""
-    if has_single and has_index:
-        log.warning(
-            "the folder holds a single file and an index; the single file is read, as transformers does",
-            extra={"place": place, "read": SINGLE_FILE, "ignored": INDEX_FILE},
-        )
 
 
 def read_header(shard: Path) -> dict[str, StoredTensor]:

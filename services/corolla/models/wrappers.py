@@ -4,6 +4,7 @@ Such a checkpoint has the settings of its language model in a table of `config.j
 its tensors, which differs by publisher and by the release of transformers that saved it. Here is the one rule for both.
 """
 
+import enum
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -51,8 +52,24 @@ _BAILING_PARTS: Final = {
 _JOINED: Final = ".attention.query_key_value."
 _JOINED_PARTS: Final = ("q_proj", "k_proj", "v_proj")
 
-# These types' files hold the matrices of experts transposed, as transformers' conversion table says.
-_TRANSPOSED: Final = frozenset({"qwen3_vl_moe_text"})
+
+class Form(enum.Enum):
+    """In which form files hold the tensors of a language model.
+
+    Attributes:
+        USUAL: by the names and in the shapes of transformers, perhaps with a wrapper's prefix.
+        MISTRAL: by the names, and with the order of rotated rows, of Mistral's own format.
+        JOINED: queries, keys and values in one tensor, by the names of `bailing_moe_v2`; see `split_names`.
+        TRANSPOSED: the matrices of experts may be transposed, as transformers' conversion table says.
+    """
+
+    USUAL = enum.auto()
+    MISTRAL = enum.auto()
+    JOINED = enum.auto()
+    TRANSPOSED = enum.auto()
+
+
+_FORMS: Final = {"bailing_moe_v2": Form.JOINED, "qwen3_vl_moe_text": Form.TRANSPOSED}
 
 _TEXT_CONFIGS: Final = ("text_config", "language_config", "llm_config", "thinker_config")
 """Where configurations keep that of the language model."""
@@ -114,14 +131,9 @@ class TextModel:
         return str(ALIASES.get(self.model_type, self.settings).get("model_type") or "")
 
     @property
-    def has_transposed_experts(self) -> bool:
-        """Files may hold the matrices of experts transposed."""
-        return self.model_type in _TRANSPOSED
-
-    @property
-    def joins_queries(self) -> bool:
-        """Files have queries, keys and values in one tensor; see `split_names`."""
-        return self.model_type == "bailing_moe_v2"
+    def form(self) -> Form:
+        """The form of the tensors next to a `config.json`."""
+        return _FORMS.get(self.model_type, Form.USUAL)
 
     def family_settings(self) -> dict[str, Any]:
         """The settings by the names and defaults of the family.

@@ -317,7 +317,7 @@ def test_laid_out_weights_give_the_same_products(make_chain: MakeChain, family: 
     assert_close(torch.cat(singles), torch.cat([chain.truth(first)[24:], chain.truth(second)[16:]]))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "bloom", "lfm2", "qwen3_next", "longcat_flash"])
 def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str) -> None:
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=7)))
     wide, narrow = Span(1, 7), Span(3, 6)
@@ -328,6 +328,8 @@ def test_a_run_of_some_blocks_equals_a_span_of_them(tmp_path: Path, family: str)
         cache = runner.new_cache()
         parts = [runner.forward([RowWork(cache, start, 4)], hidden[start : start + 4], narrow) for start in (0, 4, 8)]
         outputs.append((torch.cat(parts), cache.nbytes))
+        layers, each = runner.store.layers_of(held, narrow), FAMILIES[family].past.attentions
+        assert (layers.start, len(layers)) == ((narrow.start - held.start) * each, len(narrow) * each)
     assert torch.equal(outputs[0][0], outputs[1][0])
     if family != "gemma3_text":  # whose pages hold some layers only, and more pages are taken for more of them
         assert outputs[0][1] == outputs[1][1], "blocks that a session does not run take no memory"

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from corolla.chassis.errors import CheckpointError, UnsupportedFamily
-from corolla.compute.base import RowWork
-from corolla.compute.span_runner import SpanRunner
 from corolla.models import weights
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import load_edges
+from corolla.models.families import FAMILIES
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 from tests.checkpoints import (
@@ -37,6 +37,7 @@ from tests.families import family_cases
 from tests.tiers import quick
 
 INDEX = "model.safetensors.index.json"
+UP = "model.layers.2.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def one_file(folder: Path, change: float = 0.0) -> Path:
     return folder / "model.safetensors"
 
 
-def test_a_single_file_takes_precedence_over_an_index(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_single_file_takes_precedence_over_an_index(folder: Path) -> None:
     """The index is what an earlier `save_pretrained` left behind; transformers reads the single file, too."""
     newer = one_file(folder, change=1.0)
     library: Any = AutoModelForCausalLM
@@ -112,7 +113,6 @@ def test_a_single_file_takes_precedence_over_an_index(folder: Path, caplog: pyte
         each for each in load_span(checkpoint, Span(1, 2), dtype=torch.float32).modules() if hasattr(each, "up_proj")
     )
     assert torch.equal(held.up_proj.weight, expected)
-    assert [record.ignored for record in caplog.records if hasattr(record, "ignored")] == [INDEX]
 
 
 def test_a_tensor_that_only_its_shard_names_is_read(folder: Path) -> None:
@@ -138,13 +138,16 @@ def test_a_tensor_that_its_model_does_not_use_is_refused(folder: Path, name: str
     save_file({**load_file(shard), name: torch.ones(64)}, shard, metadata={"format": "pt"})
     checkpoint = Checkpoint.from_pretrained(str(folder))
     load: Callable[[], object] = partial(load_edges, checkpoint, dtype=torch.float32)
+    said = name
     if ".layers." in name:
-        load = partial(load_span, checkpoint, Span(0, 5), dtype=torch.float32)
-    with pytest.raises(
-        CheckpointError, match=r"1 tensors that a llama model .* does not use, .*; correct config\.json"
-    ) as refused:
+        load, said = partial(load_span, checkpoint, Span(0, 5), dtype=torch.float32), name.removeprefix("model.")
+    with pytest.raises(CheckpointError) as refused:
         load()
-    assert "would change" not in str(refused.value)
+    assert refused.value.message == (
+        f"tiny-llama holds 1 tensors that a llama model with its configuration does not use, {said} among them, so "
+        "answers could be others than those it was made for; correct config.json, or give a checkpoint whose tensors "
+        "it describes."
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,15 +183,6 @@ def test_what_sees_is_named_and_no_part_of_a_fingerprint(folder: Path, caplog: p
         fingerprints.add(checkpoint.fingerprint("float32"))
     assert len(fingerprints) == 1
     assert [record.unread for record in caplog.records if hasattr(record, "unread")] == ["vision_tower"] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_packed_numbers_without_a_description_are_refused(folder: Path, dtype: torch.dtype) -> None:
-    edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor.to(dtype))
-    with pytest.raises(
-        CheckpointError, match=r"up_proj\.weight is stored as .*, and neither config\.json nor hf_quant"
-    ):
-        load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -279,97 +273,93 @@ OF_MLX = r"the format of MLX are not served; give the original checkpoint"
 
 
 @pytest.mark.parametrize(
-    "damage, advice",
+    "damage, sentence",
     [
-        (of_a_shard(1, lambda content: content[:-100]), CUT_SHORT),
-        (of_a_shard(0, lambda content: content[:8] + b"x" * 32 + content[40:]), CUT_SHORT),
-        (of_a_shard(0, lambda _content: b""), CUT_SHORT),
-        (lambda folder: shards(folder)[2].unlink(), r"is missing although .* names it; fetch"),
-        (
-            lambda folder: edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda _tensor: None),
-            r"lacks the tensor model\.layers\.2\.mlp\.up_proj\.weight .*; fetch",
-        ),
-        (
-            config(num_hidden_layers=6),
-            r"weights of 5 blocks where config\.json promises 6; set num_hidden_layers to 5 if",
-        ),
-        (
-            rewritten(lambda name: None if ".layers.2." in name else name),
-            r"no weights of block 2, and config\.json promises 5 blocks; give the whole",
-        ),
-        (
-            config(model_type="gpt2"),
-            r"named as the blocks of a gpt2 model \(h\.0\.…\); 'lm_head\.weight' is .* model_type",
-        ),
-        (
-            config(num_hidden_layers=100_000_000),
-            r"sets num_hidden_layers to 100000000, where 1 to 4096 can be served; correct it",
-        ),
-        (written("{\n\n,", "config.json"), r"config\.json is no JSON from line 3 on; correct it there, or fetch"),
-        (
-            rewritten("_orig_mod.{}".format),
-            r"all begin with '_orig_mod\.', which torch\.compile.*take the beginning off",
-        ),
-        (headless_and_seeing, r"has no head \(lm_head\), and its config\.json says that the head is not the embedding"),
-        (config(quantization=MLX, quantization_config={"bits": 4}), OF_MLX),
-        (config(quantization=MLX), OF_MLX),
-        (
-            config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 0}),
-            r"has a group_size that makes no sense; correct it, or give the original",
-        ),
-        (written('{"weight_map": ', INDEX), r"index\.json is damaged; fetch"),
-        (point_index_outside, r"outside its folder; fetch a checkpoint that you trust"),
-        (without(INDEX), r"safetensors files but no .*index\.json; fetch"),
-        (
-            written(b"\x80\x04.", "pytorch_model.bin", instead_of=WEIGHTS),
-            r"only pickled weights \(pytorch_model\.bin\).*; convert them",
-        ),
-        (without(*WEIGHTS), r"no safetensors weights; point to"),
-        (without("config.json"), r"has no config\.json; point to"),
-        (written("{", "config.json"), r"config\.json is no JSON from line 1 on; correct it there, or fetch"),
-        (written("[]", "config.json"), r"config\.json holds no table of settings; give the file"),
-        (
-            written("{}", "adapter_config.json", instead_of=["config.json"]),
-            r"holds an adapter and no model; give its base model",
-        ),
-        (
-            written("{}", "adapter_config.json", "adapter_model.safetensors"),
-            r"holds an adapter \(adapter_config\.json\) next to a model",
-        ),
-        (written(b"GGUF", "tiny.Q8_0.GGUF", instead_of=["*"]), r"holds GGUF files, .*; give .*/tiny\.Q8_0\.GGUF"),
-        (
-            written(b"GGUF", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
-            r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
-        ),
-        (
-            written(b"GGUF", "mmproj-f16.gguf", "a-mmproj.gguf", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
-            r"holds GGUF files, .*; give .*/tiny\.Q8_0\.gguf",
-        ),
-        (
-            config(transformers_weights="other.safetensors"),
-            r"transformers_weights \('other\.safetensors'\), which is not served",
-        ),
-        (config(quantization_config={}), r"has a quantization_config without a quant_method"),
-        (
-            written('{"quantization": {"quant_algo": "W4A8_AWQ"}}', "hf_quant_config.json"),
-            r"ModelOpt's weights of the type 'W4A8_AWQ' are not served",
-        ),
-        (written('{"group": 128}', "quantize_config.json"), r"has a quantize_config\.json without a quant_method"),
-        (config(logit_scale=0.25), r"sets logit_scale, with which a llama model is not computed; correct model_type"),
-        (
-            config(num_attention_heads="four"),
-            r"does not describe a model that transformers knows; correct it: .*num_attention_heads",
-        ),
-        (
-            config(quantization_config={"quant_method": "aqlm", "bits": 2}),
-            r"quantised by 'aqlm' are not served; give the original",
-        ),
+        (of_a_shard(1, lambda content: content[:-100]),
+         "FOLDER/model-00002-of-00005.safetensors is damaged or cut short; delete it and fetch the checkpoint again."),
+        (of_a_shard(0, lambda content: content[:8] + b"x" * 32 + content[40:]),
+         "FOLDER/model-00001-of-00005.safetensors is damaged or cut short; delete it and fetch the checkpoint again."),
+        (of_a_shard(0, lambda _content: b""),
+         "FOLDER/model-00001-of-00005.safetensors is damaged or cut short; delete it and fetch the checkpoint again."),
+        (lambda folder: shards(folder)[2].unlink(),
+         "FOLDER/model-00003-of-00005.safetensors is missing although model.safetensors.index.json names it; fetch "
+         "the checkpoint again."),
+        (lambda folder: edit_tensor(folder, UP, lambda _tensor: None),
+         "FOLDER/model-00003-of-00005.safetensors lacks the tensor model.layers.2.mlp.up_proj.weight that "
+         "model.safetensors.index.json names; fetch the checkpoint again."),
+        (config(num_hidden_layers=6),
+         "FOLDER has weights of 5 blocks where config.json promises 6; set num_hidden_layers to 5 if the model was "
+         "cut, or give the whole checkpoint."),
+        (rewritten(lambda name: None if ".layers.2." in name else name),
+         "FOLDER has no weights of block 2, and config.json promises 5 blocks; give the whole checkpoint."),
+        (config(model_type="gpt2"),
+         "FOLDER has no tensors named as the blocks of a gpt2 model (h.0.…); 'lm_head.weight' is among its names. "
+         "Correct model_type in config.json, or give a checkpoint in the layout of transformers."),
+        (config(num_hidden_layers=100_000_000),
+         "FOLDER/config.json sets num_hidden_layers to 100000000, where 1 to 4096 can be served; correct it."),
+        (written("{\n\n,", "config.json"),
+         "FOLDER/config.json is no JSON from line 3 on; correct it there, or fetch the checkpoint again."),
+        (rewritten("_orig_mod.{}".format),
+         "FOLDER has names that all begin with '_orig_mod.', which torch.compile, DDP, FSDP or PEFT put there in "
+         "training; save the model without that wrapper, or take the beginning off the names."),
+        (headless_and_seeing,
+         "FOLDER has no head (lm_head), and its config.json says that the head is not the embedding; set "
+         "tie_word_embeddings to true there if it is, or give the whole checkpoint."),
+        (config(quantization=MLX),
+         "Weights in the format of MLX are not served; give the original checkpoint, or one in another format of "
+         "docs/models.md."),
+        (config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 0}),
+         "config.json has a group_size that makes no sense; correct it, or give the original checkpoint."),
+        (written('{"weight_map": ', INDEX),
+         "FOLDER/model.safetensors.index.json is damaged; fetch the checkpoint again."),
+        (point_index_outside,
+         "FOLDER/model.safetensors.index.json names a file outside its folder; fetch a checkpoint that you trust."),
+        (without(INDEX),
+         "FOLDER holds 5 safetensors files but no model.safetensors.index.json; fetch the missing index file."),
+        (written(b"\x80\x04.", "pytorch_model.bin", instead_of=WEIGHTS),
+         "FOLDER holds only pickled weights (pytorch_model.bin), which can run code when loaded; convert them to "
+         "safetensors with `save_pretrained` on a machine that you can lose, or take a revision with safetensors."),
+        (without(*WEIGHTS), "FOLDER holds no safetensors weights; point to a complete checkpoint folder."),
+        (without("config.json"), "FOLDER has no config.json; point to a complete checkpoint folder."),
+        (written("[]", "config.json"),
+         "FOLDER/config.json holds no table of settings; give the file that save_pretrained writes."),
+        (written("{}", "adapter_config.json", instead_of=["config.json"]),
+         "FOLDER holds an adapter and no model; give its base model, and add it by `corolla adapters add`."),
+        (written("{}", "adapter_config.json", "adapter_model.safetensors"),
+         "FOLDER holds an adapter (adapter_config.json) next to a model, to which transformers would apply it; move "
+         "it elsewhere, and add it by `corolla adapters add`."),
+        (written(b"GGUF", "tiny.Q8_0.GGUF", instead_of=["*"]),
+         "FOLDER holds GGUF files, and a GGUF file is given by its own name; give FOLDER/tiny.Q8_0.GGUF."),
+        (written(b"GGUF", "mmproj-f16.gguf", "a-mmproj.gguf", "tiny.Q8_0.gguf", instead_of=WEIGHTS),
+         "FOLDER holds GGUF files, and a GGUF file is given by its own name; give FOLDER/tiny.Q8_0.gguf."),
+        (config(transformers_weights="other.safetensors"),
+         "config.json names the weights' file in transformers_weights ('other.safetensors'), which is not served; "
+         "rename the file to model.safetensors, and remove that field."),
+        (config(quantization_config={}),
+         "config.json has a quantization_config without a quant_method, so nothing says how weights are packed; "
+         "remove it if they are not, or give the original checkpoint, or one in another format of docs/models.md: "
+         "auto-round, awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt, modelopt_fp4, mxfp4."),
+        (written('{"quantization": {"quant_algo": "W4A8_AWQ"}}', "hf_quant_config.json"),
+         "ModelOpt's weights of the type 'W4A8_AWQ' are not served; give the original checkpoint, or one in another "
+         "format of docs/models.md."),
+        (written('{"group": 128}', "quantize_config.json"),
+         "the checkpoint has a quantize_config.json without a quant_method, so nothing says how weights are packed; "
+         "remove it if they are not, or give the original checkpoint, or one in another format of docs/models.md: "
+         "auto-round, awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt, modelopt_fp4, mxfp4."),
+        (config(num_attention_heads="four"),
+         "FOLDER/config.json does not describe a model that transformers knows; correct it: Validation error for "
+         "field 'num_attention_heads': TypeError: Field 'num_attention_heads' expected int, got str (value: 'four')"),
+        (config(quantization_config={"quant_method": "aqlm", "bits": 2}),
+         "Weights quantised by 'aqlm' are not served; give the original checkpoint, or one in another format of "
+         "docs/models.md: auto-round, awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt, "
+         "modelopt_fp4, mxfp4."),
     ],
-)
-def test_a_bad_checkpoint_is_refused(folder: Path, damage: Damage, advice: str) -> None:
+)  # fmt: skip
+def test_a_bad_checkpoint_is_refused(folder: Path, damage: Damage, sentence: str) -> None:
     damage(folder)
-    with pytest.raises(CheckpointError, match=advice):
+    with pytest.raises(CheckpointError) as refused:
         Checkpoint.from_pretrained(str(folder))
+    assert refused.value.message.replace(str(folder), "FOLDER") == sentence
 
 
 def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> None:
@@ -378,55 +368,49 @@ def test_factors_that_change_nothing_are_no_reason_to_refuse(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "changes, advice",
+    "changes, sentence",
     [
-        ({"model_type": "t5", "architectures": None}, r"type 't5' are not supported; docs/families\.md lists the"),
-        (
-            {"model_type": "of-nobody", "architectures": ["Own"]},
-            r"'of-nobody' are not supported: transformers .* no class for it, though a .* may; docs/families",
-        ),
-        (
-            {"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}},
-            r"'of-nobody' are not supported, but .* the architecture of 'llama'; set model_type to it",
-        ),
-        ({"model_type": None, "architectures": None}, r"names no model_type; docs/families\.md lists"),
-        (
-            {
-                "model_type": "gemma3n",
-                "architectures": None,
-                "text_config": {"model_type": "gemma3n_text", "num_hidden_layers": 5},
-            },
-            r"'gemma3n_text' are not supported: blocks take inputs made from token ids, .*; docs/families",
-        ),
-        (
-            {
-                "model_type": "glm_moe_dsa",
-                "architectures": None,
-                "indexer_types": ["full", "shared", "full", "full", "full"],
-            },
-            r"Some blocks of this glm_moe_dsa model attend to the tokens that an earlier block has picked",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
-            r"no rotary embedding of the type 'mrope'; set rope_type .* to 'default', which is the same for text",
-        ),
-        (
-            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
-            r"no rotary embedding of the type 'spiral'; set rope_type .* to one that transformers knows",
-        ),
-        ({"is_encoder_decoder": True}, r"Only decoder-only models are supported; this checkpoint has an encoder"),
-        ({"rope_parameters": DYNAMIC}, r"keeps state .*; set another"),
-        ({"model_type": "hunyuan_v1_dense", "rope_parameters": DYNAMIC}, r"keeps state .*; set another"),
-        (
-            {"model_type": "opt", "do_layer_norm_before": False},
-            r"'opt' are supported only with do_layer_norm_before=True",
-        ),
+        ({"model_type": "t5", "architectures": None},
+         "Models of type 't5' are not supported; docs/families.md lists the N types that are."),
+        ({"model_type": "of-nobody", "architectures": ["Own"]},
+         "Models of type 'of-nobody' are not supported: transformers VERSION has no class for it, though a later "
+         "release may; docs/families.md lists the N types that are."),
+        ({"model_type": "of-nobody", "auto_map": {"AutoConfig": "code.Config"}},
+         "Models of type 'of-nobody' are not supported, but config.json names the architecture of 'llama'; set "
+         "model_type to it there if its tensors and settings are the same."),
+        ({"model_type": None, "architectures": None},
+         "config.json names no model_type; docs/families.md lists the N types that are."),
+        ({"model_type": "gemma3n", "architectures": None, "text_config": {"model_type": "gemma3n_text",
+         "num_hidden_layers": 5}},
+         "Models of type 'gemma3n_text' are not supported: blocks take inputs made from token ids, and keys and "
+         "values of other blocks; docs/families.md lists the N types that are."),
+        ({"model_type": "glm_moe_dsa", "architectures": None, "indexer_types": ["full", "shared", "full", "full",
+         "full"]},
+         "Some blocks of this glm_moe_dsa model attend to the tokens that an earlier block has picked "
+         "(indexer_types), which is not served; choose another checkpoint."),
+        ({"rope_parameters": {"rope_type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
+         "'llama' models of transformers have no rotary embedding of the type 'mrope'; set rope_type in config.json "
+         "to 'default', which is the same for text."),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+         "'llama' models of transformers have no rotary embedding of the type 'spiral'; set rope_type in config.json "
+         "to one that transformers knows."),
+        ({"is_encoder_decoder": True}, "Only decoder-only models are supported; this checkpoint has an encoder."),
+        ({"rope_parameters": DYNAMIC},
+         "The rotary embedding 'dynamic' keeps state between calls, so sessions would disturb each other; set "
+         "another rope_type (for example 'linear' or 'yarn') in config.json."),
+        ({"model_type": "hunyuan_v1_dense", "rope_parameters": DYNAMIC},
+         "The rotary embedding 'dynamic' keeps state between calls, so sessions would disturb each other; set "
+         "another rope_type (for example 'linear' or 'yarn') in config.json."),
+        ({"model_type": "opt", "do_layer_norm_before": False},
+         "Checkpoints of the family 'opt' are supported only with do_layer_norm_before=True; choose another one."),
     ],
-)
-def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], advice: str) -> None:
+)  # fmt: skip
+def test_an_unsupported_model_is_refused(folder: Path, changes: dict[str, Any], sentence: str) -> None:
     edit_json(folder / "config.json", **changes)
-    with pytest.raises(UnsupportedFamily, match=advice):
+    with pytest.raises(UnsupportedFamily) as refused:
         Checkpoint.from_pretrained(str(folder))
+    said = refused.value.message.replace(f" {len(FAMILIES)} types", " N types")
+    assert said.replace(transformers.__version__, "VERSION") == sentence
 
 
 @pytest.mark.parametrize(
@@ -515,62 +499,47 @@ def test_a_file_is_no_checkpoint(folder: Path) -> None:
         Checkpoint.from_pretrained(str(folder / "config.json"))
 
 
-def test_a_tensor_that_the_index_never_named_is_missed_at_loading(folder: Path) -> None:
-    name = "model.layers.2.mlp.up_proj.weight"
-    edit_tensor(folder, name, lambda _tensor: None)
+def unnamed(folder: Path) -> None:
+    edit_tensor(folder, UP, lambda _tensor: None)
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    del weight_map[name]
+    del weight_map[UP]
     edit_json(folder / INDEX, weight_map=weight_map)
+
+
+def of_the_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return lambda folder: edit_tensor(folder, UP, change)
+
+
+@pytest.mark.parametrize(
+    "damage, sentence",
+    [
+        (unnamed,
+         "tiny-llama lacks 1 tensors of the model in its config.json, layers.1.mlp.up_proj.weight among them; "
+         "correct config.json, or give a checkpoint that fits it."),
+        (of_the_tensor(lambda tensor: tensor[:-1].contiguous()),
+         "tiny-llama has layers.1.mlp.up_proj.weight in the shape [95, 64] where the model in its config.json has "
+         "[96, 64]; correct config.json, or give a checkpoint that fits it."),
+        (of_the_tensor(lambda tensor: tensor.to(torch.uint8)),
+         "The weight layers.1.mlp.up_proj.weight is stored as U8, and neither config.json nor hf_quant_config.json, "
+         "quantize_config.json, quant_config.json says how to read it; give the original checkpoint, or one that "
+         "describes its quantisation."),
+        (of_the_tensor(lambda tensor: tensor.to(torch.float8_e4m3fn)),
+         "The weight layers.1.mlp.up_proj.weight is stored as F8_E4M3, and neither config.json nor "
+         "hf_quant_config.json, quantize_config.json, quant_config.json says how to read it; give the original "
+         "checkpoint, or one that describes its quantisation."),
+        (config(hidden_act="of-tomorrow"),
+         "The code of llama models in transformers cannot build what config.json describes (KeyError: "
+         "'of-tomorrow'); correct it."),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_which_only_loading_shows_a_fault_is_refused(
+    folder: Path, damage: Damage, sentence: str
+) -> None:
+    damage(folder)
     checkpoint = Checkpoint.from_pretrained(str(folder))
-    with pytest.raises(
-        CheckpointError,
-        match=r"lacks 1 tensors of the model in its config\.json, layers\.1\.mlp\.up_proj\.weight .*; correct",
-    ):
+    with pytest.raises(CheckpointError) as refused:
         load_span(checkpoint, Span(1, 3), dtype=torch.float32)
-
-
-def test_a_tensor_of_another_shape_is_refused_at_loading(folder: Path) -> None:
-    edit_tensor(folder, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor[:-1].contiguous())
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight in the shape \[95, 64\] where the model .* \[96"):
-        load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
-
-
-def test_a_model_that_the_familys_code_cannot_build_is_refused(folder: Path) -> None:
-    edit_json(folder / "config.json", hidden_act="of-tomorrow")
-    with pytest.raises(CheckpointError, match=r"llama models .* cannot build what config\.json describes .*; correct"):
-        load_span(Checkpoint.from_pretrained(str(folder)), Span(2, 3), dtype=torch.float32)
-
-
-def test_two_tensors_for_one_place_of_the_language_model_are_refused(folder: Path) -> None:
-    shard = shards(folder)[0]
-    second = {"model.language_model.norm.weight": torch.ones(64), "thinker.model.norm.weight": torch.ones(64)}
-    save_file({**load_file(shard), **second}, shard, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=r"two tensors for model\.norm\.weight: .*norm\.weight and .*norm\.weight"
-    ):
-        Checkpoint.from_pretrained(str(folder))
-
-
-def test_kimi_k2_is_the_family_of_deepseek_v3(tmp_path: Path) -> None:
-    """Its own code is that of DeepSeek-V3, so the unsplit model of that name is the truth."""
-    folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "kimi")
-    library: Any = AutoModelForCausalLM
-    tokens = torch.tensor([[5, 77, 200, 31, 9, 140]])
-    with torch.inference_mode():
-        expected = library.from_pretrained(folder, dtype=torch.float32)(tokens).logits
-    edit_json(folder / "config.json", model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.Config"})
-    checkpoint = Checkpoint.from_pretrained(str(folder))
-    assert checkpoint.family.model_type == checkpoint.config.model_type == "deepseek_v3"
-    edges = load_edges(checkpoint, dtype=torch.float32)
-    span = load_span(checkpoint, Span(0, checkpoint.num_blocks), dtype=torch.float32)
-    runner = SpanRunner(span, num_pages=8, is_fused=False)
-    num_tokens = tokens.shape[1]
-    cache = runner.new_cache()
-    cache.reserve(num_tokens)
-    hidden = edges.embed(tokens[0], torch.arange(num_tokens))
-    computed = runner.forward([RowWork(cache, 0, num_tokens)], hidden, span.span)
-    torch.testing.assert_close(edges.head(computed), expected[0])
-    assert torch.equal(edges.head(computed).argmax(-1), expected[0].argmax(-1))
+    assert refused.value.message == sentence
 
 
 def numbers_of(settings: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -94,8 +94,8 @@ def assert_same_in_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatc
 # Those that name modules which stay in float32, and one whose routers are made so.
 _WIDE_FAMILIES = (
     "afmoe", "axk1", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "hy_v3", "kolibri1", "mimo_v2_flash", "nemotron_h",
-    "solar_open",
+    "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "hy_v3", "kolibri1", "longcat_flash",
+    "mimo_v2_flash", "nemotron_h", "solar_open",
 )  # fmt: skip
 
 
@@ -125,11 +125,14 @@ def test_what_a_family_keeps_in_float32_is_read_so(
     found, expected = (each.get_submodule(layers).state_dict() for each in (base, unsplit.base_model))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name]), name
+        own = expected[name]
+        if name.endswith("experts.gate_up_proj"):
+            own = own[: len(tensor)]  # transformers has weights for experts that pass their input on
+        assert tensor.dtype == own.dtype, name
+        assert torch.equal(tensor, own), name
     is_wide = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
     # What is not named strictly stays in float32 beside float16 only.
-    assert is_wide or (family in ("afmoe", "gpt_oss") and dtype == torch.bfloat16)
+    assert is_wide or (family in ("afmoe", "gpt_oss", "longcat_flash") and dtype == torch.bfloat16)
 
 
 @pytest.mark.model

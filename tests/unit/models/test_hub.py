@@ -137,32 +137,11 @@ def test_a_repository_of_gguf_files_says_how_to_give_one(hub: Hub, server: HubSe
         opened(hub)
 
 
-def test_a_single_file_takes_precedence_over_an_index(hub: Hub, server: HubServer) -> None:
+def test_a_single_file_takes_precedence_over_an_index_and_is_fetched_whole(hub: Hub, server: HubServer) -> None:
     tensors = {name: tensor for path in server.folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     save_file(tensors, server.folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint = opened(hub)
     assert {shard.name for shard in checkpoint.weight_index.values()} == {"model.safetensors"}
-
-
-def test_a_client_fetches_its_ends_only(hub: Hub, server: HubServer) -> None:
-    checkpoint = opened(hub)
-    load_edges(checkpoint, dtype=torch.float32)
-    ends = {checkpoint.weight_index[name].name for name in edge_tensors(checkpoint)}
-    assert server.sent_shards() == sorted(ends)
-    assert len(ends) < len(set(checkpoint.weight_index.values()))
-
-
-def test_weights_in_one_file_are_fetched_whole(hub: Hub, server: HubServer) -> None:
-    make_tiny_checkpoint("llama", server.folder / "one", num_blocks=2)
-    tensors = {
-        name: value for path in (server.folder / "one").glob("*.safetensors") for name, value in load_file(path).items()
-    }
-    shutil.copy(server.folder / "one" / "config.json", server.folder)
-    shutil.rmtree(server.folder / "one")
-    for path in (*server.folder.glob("*.safetensors"), server.folder / "model.safetensors.index.json"):
-        path.unlink()
-    save_file(tensors, server.folder / "model.safetensors", metadata={"format": "pt"})
-    checkpoint = opened(hub)
     load_span(checkpoint, Span(0, 1), dtype=torch.float32)
     assert server.sent_shards() == ["model.safetensors"]
 

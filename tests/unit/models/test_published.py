@@ -7,7 +7,9 @@ import pytest
 from tests.published import PUBLISHED, Row, table_lines
 from tests.tiers import quick
 
-CASES = quick([each.name for each in PUBLISHED], "Qwen3.5-397B-A17B")
+# A wrapper's states and experts, another family's code, and two attentions in a block.
+QUICK, KINDS = ("Qwen3.5-397B-A17B", "Kimi-K2-Instruct"), ("LongCat-Flash-Chat",)
+CASES = quick([each.name for each in PUBLISHED], *QUICK, kinds=KINDS)
 BY_NAME = {each.name: each for each in PUBLISHED}
 
 

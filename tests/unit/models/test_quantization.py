@@ -10,11 +10,12 @@ import torchao.quantization
 from torch import nn
 from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
-from corolla.chassis.errors import CheckpointError, SettingsError
+from corolla.chassis.errors import CheckpointError
 from corolla.kernels.products import kernel_of
 from corolla.models.checkpoint import Checkpoint
+from corolla.models.cut_model import change_modules
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.quantization import packed, quantize
+from corolla.models.quantization import packed, quantizer
 from corolla.models.span_model import SpanModel, load_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -57,7 +58,7 @@ def test_every_weight_is_within_half_a_quantisation_step(quantization: str) -> N
     layer = nn.Linear(96, 64, bias=False)
     weight = layer.weight.detach().clone()
     model = nn.Sequential(layer)
-    quantize(model, quantization)
+    change_modules(model, quantizer(model, quantization))
     given = model(torch.eye(96)).t()
     # int8: 255 symmetric steps for a row; int4: 15 from the smallest to the largest of a group.
     groups = weight.view(64, -1, 96 if quantization == "int8" else 32)
@@ -81,7 +82,7 @@ def test_a_quantised_span_is_near_the_plain_one(tmp_path: Path, quantization: st
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_layers_that_no_block_divides_stay_as_they_are(quantization: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(40, 64))
-    quantize(model, quantization)
+    change_modules(model, quantizer(model, quantization))
     assert [type(each) for each in model] == [PackedLinear, nn.Linear]
 
 
@@ -89,11 +90,6 @@ def test_layers_that_no_block_divides_stay_as_they_are(quantization: str) -> Non
 def test_families_without_linear_layers_are_refused(tmp_path: Path, quantization: str) -> None:
     with pytest.raises(CheckpointError, match="COROLLA_QUANTIZATION"):
         load(tmp_path / "gpt2", quantization, family="gpt2")
-
-
-def test_an_unknown_quantisation_is_refused_by_key_and_value() -> None:
-    with pytest.raises(SettingsError, match="COROLLA_QUANTIZATION='int3'"):
-        quantize(nn.Linear(32, 32), "int3")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

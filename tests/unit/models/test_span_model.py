@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from corolla.chassis.errors import CheckpointError
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.edges import edge_tensors
+from corolla.models.families import num_blocks
 from corolla.models.span_model import load_span, make_span
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
@@ -78,7 +79,7 @@ def test_spans_share_out_the_blocks(tmp_path: Path, reports: list[Mapping[str, A
     checkpoint = Checkpoint.from_pretrained(str(make_tiny_checkpoint(family, tmp_path / family, num_blocks=4)))
     whole = load_span(checkpoint, Span(0, 4), dtype=torch.float32)
     parts = [load_span(checkpoint, span, dtype=torch.float32) for span in (Span(0, 3), Span(3, 4))]
-    assert [part.config.num_hidden_layers for part in parts] == [3, 1]
+    assert [num_blocks(part.config) for part in parts] == [3, 1]
     hidden = torch.randn(1, 20, checkpoint.hidden_size, generator=torch.Generator().manual_seed(0))
     position_ids = torch.arange(20)[None]
     expected = whole.forward(hidden, position_ids)

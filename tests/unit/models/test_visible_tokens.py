@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from corolla.chassis.errors import CheckpointError
-from corolla.models.cut_model import cut_class
-from corolla.models.empty_model import model_class_of, without_weights
-from corolla.models.families import FAMILIES, Family
+from corolla.models.empty_model import cut_class, model_class_of, without_weights
+from corolla.models.families import FAMILIES, Family, num_blocks
 from corolla.models.span_model import cut_to_span
 from corolla.models.visible_tokens import attention_windows
 from corolla.wire.span import Span
@@ -42,7 +41,7 @@ NUM_TOKENS = 3 * WINDOW
 
 def empty_base(config: PretrainedConfig, family: Family) -> PreTrainedModel:
     """The blocks of the base model, without weights."""
-    cut_to = functools.partial(cut_to_span, family=family, span=Span(0, config.num_hidden_layers))
+    cut_to = functools.partial(cut_to_span, family=family, span=Span(0, num_blocks(config)))
     return without_weights(cut_class(model_class_of(AutoModel, config), cut_to), config)
 
 

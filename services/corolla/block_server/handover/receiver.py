@@ -111,9 +111,10 @@ class HandoverReceiver:
     def _check(self, control: pb.HandoverTokens) -> tuple[KVStore, range]:
         """Checks that a part may come for its session. Returns where its layers are stored."""
         session = self._arriving(control)
-        blocks = session.request.blocks
+        store = session.cache.store
+        layers = store.layers_of(self.span, session.request.blocks)
         # The sender may have the layer of the multi-token prediction block, too, whether or not this server has it.
-        has_one_for_each = len(control.first_tokens) in (len(blocks), len(blocks) + 1)
+        has_one_for_each = len(control.first_tokens) in (len(layers), len(layers) + 1)
         if not has_one_for_each or control.num_tokens > self.max_part_tokens:
             raise MalformedMessage(
                 "handover", "must have a first token for each block, and no more tokens than one part takes"
@@ -122,7 +123,7 @@ class HandoverReceiver:
             raise MalformedMessage("handover", "must not have more tokens than the session was offered with")
         if control.is_last and session.state is SessionState.STANDBY:
             raise MalformedMessage("is_last", "must be in a part of a session that was offered")
-        return session.cache.store, self.span.indices(blocks)
+        return store, layers
 
     def _is_standby(self, control: pb.HandoverTokens) -> bool:
         session = self.sessions.get(control.session_id)

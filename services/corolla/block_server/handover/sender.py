@@ -280,7 +280,8 @@ class HandoverSender:
         return progress.states_at + min(max(1, interval), _MOST_BETWEEN_STATES)
 
     def _layers(self, session: HopSession[SessionCache]) -> range:
-        return session.cache.store.held_layers(self.span.indices(session.request.blocks))
+        store = session.cache.store
+        return store.held_layers(store.layers_of(self.span, session.request.blocks))
 
     def _check_states(self, session: HopSession[SessionCache]) -> None:
         # All recurrent states of a session travel in one frame.

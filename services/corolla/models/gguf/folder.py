@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -114,7 +114,8 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
         raise _unserved(f"cuts texts in a way ({cut!r}) that is not known here, so its tokens would be others")
     if vocabulary["tokenizer_type"] == "gpt2" and not vocabulary.get("merges"):
         raise _unserved("has no merges (tokenizer.ggml.merges), without which it cannot cut texts")
-    if templates := dict(_named_templates(settings)):
+    named = "chat_template."
+    if templates := {key.removeprefix(named): text for key, text in settings.items() if key.startswith(named)}:
         options["chat_template"] = {"default": options["chat_template"], **templates}
     try:
         special_ids = _SPECIAL_IDS_WITH_SCORES if has_scores else {}
@@ -124,7 +125,8 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
                 token_id = special_ids[key]
             options[name] = None if token_id is None else vocabulary["tokens"][token_id]
         options["add_bos_token"] = options["add_bos_token"] and options["bos_token"] is not None
-        backend = _backend(header.architecture, vocabulary)
+        is_of_bytes = vocabulary["tokenizer_type"] == "gpt2"
+        backend = _byte_level(vocabulary) if is_of_bytes else tokenizer_of_pieces(vocabulary, header.architecture)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **options, clean_up_tokenization_spaces=False)
         tokenizer.save_pretrained(folder)
     except OSError:
@@ -147,24 +149,11 @@ def _refuse_others(settings: Mapping[str, Any]) -> None:
         raise _unserved(f"has tokenizer.{min(others)}, which would change tokens and is not served")
 
 
-def _named_templates(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the name and text of each chat template other than the default one."""
-    for key, value in settings.items():
-        if key.startswith("chat_template."):
-            yield key.removeprefix("chat_template."), value
-
-
 def _kinds(vocabulary: Mapping[str, Any]) -> list[int]:
     """The kind of each token; those that end an answer are special tokens, also where the file says otherwise."""
     tokens: Sequence[str] = vocabulary.get("tokens", ())
     given = [*vocabulary.get("token_type", ()), *[_NORMAL_TOKEN] * len(tokens)]
     return [_CONTROL_TOKEN if text in END_TEXTS else kind for text, kind in zip(tokens, given, strict=False)]
-
-
-def _backend(architecture: str, vocabulary: Mapping[str, Any]) -> Tokenizer:
-    if vocabulary.get("tokenizer_type") == "gpt2":
-        return _byte_level(vocabulary)
-    return tokenizer_of_pieces(vocabulary, architecture)
 
 
 def _byte_level(vocabulary: Mapping[str, Any]) -> Tokenizer:

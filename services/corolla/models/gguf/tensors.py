@@ -190,13 +190,6 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
             and tensors[0].shape == self._shapes[name]
         )
 
-    def read_rows(self, name: str, start: int, end: int) -> Tensor:
-        """The rows `[start, end)` of a weight with `has_rows`, float32 `[end - start, columns]` on the CPU.
-
-        Raises as `read` does.
-        """
-        return expanded(self.stored(name)[0], start, end)
-
 
 class LazyTensor:
     """A tensor with the interface of safetensors' slices: indexing reads the numbers into new memory, as float32."""
@@ -214,7 +207,7 @@ class LazyTensor:
         """The numbers at `index`, float32 on the CPU, in the same shape as indexing a tensor would give."""
         if self._has_rows and isinstance(index, slice):
             start, end, _ = index.indices(self.get_shape()[0])
-            return self._tensors.read_rows(self._name, start, end)
+            return expanded(self._tensors.stored(self._name)[0], start, end)
         return self._tensors.read(self._name)[index]
 
 

@@ -33,18 +33,6 @@ def _halves(rows: Tensor, num_heads: int) -> Tensor:
     return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _queries(parts: Sequence[Tensor], config: Any) -> Tensor:
-    return _halves(joined(parts), config.num_attention_heads)
-
-
-def _keys(parts: Sequence[Tensor], config: Any) -> Tensor:
-    return _halves(joined(parts), config.num_key_value_heads)
-
-
-def _less_one(parts: Sequence[Tensor], config: Any) -> Tensor:
-    return joined(parts) - 1
-
-
 def _logarithm(parts: Sequence[Tensor], config: Any) -> Tensor:
     """Takes the number, among those next to the logarithm, whose exponential comes closest to what is stored."""
     wanted = -joined(parts)
@@ -93,26 +81,18 @@ def _tiled_values(parts: Sequence[Tensor], config: Any) -> Tensor:
     return torch.cat([rows[:before], _tiled([rows[before:]], config)])
 
 
-def _tiled_columns(parts: Sequence[Tensor], config: Any) -> Tensor:
-    return _tiled([joined(parts).T], config).T.contiguous()
-
-
-def _tiled_logarithm(parts: Sequence[Tensor], config: Any) -> Tensor:
-    return _logarithm([_tiled(parts, config)], config)
-
-
 TRANSFORMS: Final[Mapping[Transform, Callable[[Sequence[Tensor], Any], Tensor]]] = {
-    Transform.QUERIES: _queries,
-    Transform.KEYS: _keys,
-    Transform.LESS_ONE: _less_one,
+    Transform.QUERIES: lambda parts, config: _halves(joined(parts), config.num_attention_heads),
+    Transform.KEYS: lambda parts, config: _halves(joined(parts), config.num_key_value_heads),
+    Transform.LESS_ONE: lambda parts, config: joined(parts) - 1,
     Transform.LOGARITHM: _logarithm,
     Transform.LATENTS: _latents,
     Transform.COLUMNS: _columns,
     Transform.HEADS: _heads,
     Transform.TILED: _tiled,
     Transform.TILED_VALUES: _tiled_values,
-    Transform.TILED_COLUMNS: _tiled_columns,
-    Transform.TILED_LOGARITHM: _tiled_logarithm,
+    Transform.TILED_COLUMNS: lambda parts, config: _tiled([joined(parts).T], config).T.contiguous(),
+    Transform.TILED_LOGARITHM: lambda parts, config: _logarithm([_tiled(parts, config)], config),
 }
 ORDERS: Final = frozenset(
     {

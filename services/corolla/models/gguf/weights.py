@@ -54,11 +54,6 @@ class GgufWeights:
 
         return GgufTensors(self.header, self._config)
 
-    def num_block_weights(self, block: int) -> int:
-        """The number of weights of a block."""
-        held = (tensor for name, tensor in self.header.tensors.items() if name.startswith(f"blk.{block}."))
-        return sum(tensor.num_weights for tensor in held)
-
     def facts(self, num_bytes: int) -> Iterator[bytes]:
         """Yields bytes that identify the file without reading all of it.
 

@@ -74,7 +74,7 @@ class Quantization:
         method: the name of the format, a key of FORMATS in `tensors`.
         schemes: all schemes of the weights; empty where the stored tensors show the scheme.
         zero_offset: the number to add to stored zero points.
-        is_symmetric: whether all zero points are the middle of the numbers. See `Checkpoint.weights_identity`.
+        is_symmetric: whether all zero points are the middle of the numbers.
     """
 
     method: str

@@ -186,7 +186,7 @@ def refuse_packed(stored: Mapping[str, Stored]) -> None:
 
 def _is_lacking(name: str, dtype: str) -> bool:
     """A weight or a float of no ordinary float dtype lacks its scales."""
-    return dtype not in FLOATS and (name.endswith("weight") or dtype.startswith("F"))
+    return dtype not in FLOATS and (name.endswith(("weight", "weight_packed")) or dtype.startswith("F"))
 
 
 def _unfit(name: str, reason: str) -> CheckpointError:

@@ -1,7 +1,6 @@
 """Packed checkpoints are the models that their formats' own libraries expand them to."""
 
 import dataclasses
-import hashlib
 import json
 import logging
 from pathlib import Path
@@ -25,8 +24,7 @@ from corolla.models.quantized import tensors
 from corolla.models.quantized.description import Quantization, Scheme, quantization_of
 from corolla.models.quantized.groups import num_words, unpacked
 from corolla.models.quantized.tensors import packed_weights
-from corolla.models.span_model import load_span, span_tensors, weight_types
-from corolla.models.weights import sample_bytes
+from corolla.models.span_model import load_span, weight_types
 from corolla.wire.span import Span
 from tests.checkpoints import make_tiny_checkpoint
 from tests.quantized_checkpoints import FORMATS, compressed_scales, gptq, make_packed_checkpoint
@@ -107,17 +105,6 @@ def test_symmetric_zero_points_may_be_stored_as_they_are(tmp_path: Path) -> None
     made = gptq(layout="gptq_v2", is_symmetric=True)
     made = dataclasses.replace(made, config={**made.config, "checkpoint_format": "gptq"})
     assert_equal(*make_packed_checkpoint("llama", tmp_path, made))
-
-
-@pytest.mark.parametrize("layout, is_plain", [("gptq_v2", True), ("gptq", False)])
-def test_a_fingerprint_says_that_zero_points_are_read_as_they_are(tmp_path: Path, layout: str, is_plain: bool) -> None:
-    """The release before reads them otherwise, and has the usual fingerprints of all other files."""
-    made = gptq(layout=layout, is_symmetric=True)
-    made = dataclasses.replace(made, config={**made.config, "checkpoint_format": "gptq"})
-    folder, *_ = make_packed_checkpoint("llama", tmp_path, made)
-    checkpoint = Checkpoint.from_pretrained(str(folder))
-    sampled = hashlib.sha256(b"".join(sample_bytes(checkpoint.weight_index, 256))).digest()
-    assert (checkpoint.weights_identity != sampled) == is_plain
 
 
 @pytest.mark.parametrize("name", quick(["fp8-blocks", "ct-mxfp4", "bnb-nf4"], "fp8-blocks", "ct-mxfp4"))
@@ -231,19 +218,6 @@ def test_weights_are_rounded_once_to_the_served_dtype(tmp_path: Path, dtype: tor
             assert torch.equal(weight, expected)
 
 
-def test_a_span_needs_only_its_own_shards(tmp_path: Path) -> None:
-    folder, _ = make_packed_checkpoint("llama", tmp_path, FORMATS["gptq"]())
-    checkpoint = Checkpoint.from_pretrained(str(folder))
-    whole = load_span(checkpoint, Span(2, 3), dtype=torch.float32)
-    needed = {checkpoint.weight_index[name] for name in span_tensors(checkpoint, Span(2, 3)).values()}
-    others = set(checkpoint.weight_index.values()) - needed
-    assert others
-    for shard in others:
-        shard.unlink()
-    alone = load_span(checkpoint, Span(2, 3), dtype=torch.float32)
-    assert alone.nbytes == whole.nbytes
-
-
 def test_formats_of_one_model_have_different_fingerprints(tmp_path: Path) -> None:
     folders = [make_packed_checkpoint("llama", tmp_path / name, make()) for name, make in FORMATS.items()]
     checkpoints = [Checkpoint.from_pretrained(str(folder)) for pair in folders for folder in pair]
@@ -275,13 +249,6 @@ def test_what_is_expanded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for quantization, said in (("none", "bfloat16: awq expanded"), ("int8", "int8/bf16: awq expanded")):
         assert weight_format("bfloat16", quantization, *weight_types(checkpoint, quantization)) == said
     assert weight_types(Checkpoint.from_pretrained(str(expanded)), "none") == ([], [])
-
-
-def test_the_head_is_as_many_blocks_as_that_of_the_expanded_model(tmp_path: Path) -> None:
-    for name in ("gptq", "bnb-nf4", "w4a16"):
-        packed, expanded = make_packed_checkpoint("llama", tmp_path / name, FORMATS[name]())
-        both = {Checkpoint.from_pretrained(str(folder)).head_blocks() for folder in (packed, expanded)}
-        assert len(both) == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
