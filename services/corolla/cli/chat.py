@@ -9,7 +9,7 @@ from typing import Any
 
 from corolla.chassis.errors import CorollaError, InvalidRequest, SessionNotFound
 from corolla.cli.advice import sentence_of
-from corolla.cli.generate import print_ignored, usage_text
+from corolla.cli.generate import print_ignored, say, usage_text
 from corolla.cli.interruption import interruption
 from corolla.sdk.client import Chat, Client
 from corolla.sdk.messages import Turn
@@ -22,14 +22,14 @@ def run_chat(client: Client, system: str | None, session: str | None, options: d
     """Runs a chat with one turn for each line. A failed turn ends the command, but on a terminal the chat goes on."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if is_terminal:
-        _say(f"Talking with {client.models()[0].name}. {_HELP}")
+        say(f"Talking with {client.models()[0].name}. {_HELP}")
     while True:
         with client.chat(system=system, session=session, **options) as chat:
             wants_more = _terminal_talk(chat) if is_terminal else _piped_talk(chat, as_json=as_json)
         if not wants_more:
             return 0
         session = None
-        _say("A new conversation.")
+        say("A new conversation.")
 
 
 def _terminal_talk(chat: Chat) -> bool:
@@ -45,19 +45,19 @@ def _terminal_talk(chat: Chat) -> bool:
             sys.stdout.write("\n")
             return False
         except KeyboardInterrupt:
-            _say("\nCtrl-D leaves.")
+            say("\nCtrl-D leaves.")
             continue
         if text in ("/exit", "/quit"):
             return False
         if text == "/reset":
             return True
         if text.startswith("/"):
-            _say(_HELP)
+            say(_HELP)
         elif text:
             try:
                 _talk_about(chat, text)
             except SessionNotFound:
-                _say("The service does not know this conversation any more.")
+                say("The service does not know this conversation any more.")
                 return True
             except CorollaError as failure:
                 sys.stderr.write(f"corolla: {sentence_of(failure)}\n")
@@ -70,7 +70,7 @@ def _talk_about(chat: Chat, text: str) -> None:
         try:
             results = [_result(call, _asked(call.name)) for call in calls]
         except (EOFError, KeyboardInterrupt):
-            _say("\nContinuing without the results.")
+            say("\nContinuing without the results.")
             return
         calls = _answer_on_terminal(chat, results)
 
@@ -89,11 +89,11 @@ def _answer_on_terminal(chat: Chat, turn: Turn) -> tuple[ToolCall, ...]:
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     if interrupted.came:
-        _say("\n(stopped)")
+        say("\n(stopped)")
         return ()
     sys.stdout.write("\n" + "".join(map(_called, stream.tool_calls)))
     if stream.usage is not None:
-        _say(usage_text(stream.usage, stream.finish_reason))
+        say(usage_text(stream.usage, stream.finish_reason))
     print_ignored(stream.ignored)
     return stream.tool_calls
 
@@ -152,9 +152,3 @@ def _piped_turns() -> Iterator[str]:
                 yield text
     except UnicodeDecodeError:
         raise InvalidRequest("standard input", "is not UTF-8 text") from None
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        text = f"\033[2m{text}\033[0m"
-    sys.stderr.write(f"{text}\n")

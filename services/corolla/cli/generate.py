@@ -25,32 +25,25 @@ def run_generate(
     Args:
         prompt: the text; "-" reads it from standard input, without the newline at its end; what is not UTF-8 becomes
             U+FFFD.
-        streams: whether to print chunks as they come; None: only for one completion without JSON.
+        streams: whether to print chunks as they come; None: only without JSON. Chunks of several completions would mix,
+            so as text they are printed whole.
     """
     if prompt == "-":
         prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace").removesuffix("\n")
     if num_completions != 1:
         options = {**options, "n": num_completions}
-    if streams is None:
-        streams = num_completions == 1 and not as_json
-    if streams:
-        return _print_stream(client, prompt, options, as_json=as_json, with_index=num_completions != 1)
+    streams = not as_json if streams is None else streams
+    if streams and (as_json or num_completions == 1):
+        return _print_stream(client, prompt, options, as_json=as_json)
     _print_whole(client, prompt, options, as_json=as_json)
     return 0
 
 
-def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool, with_index: bool) -> int:
+def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_json: bool) -> int:
     with interruption() as interrupted, client.stream(prompt, **options) as stream:
         interrupted.closes(stream)
         for chunk in stream:
-            if as_json:
-                sys.stdout.write(json.dumps(dataclasses.asdict(chunk)) + "\n")
-            elif with_index:
-                # The chunks of several completions alternate, so each completion is printed when it is complete.
-                if chunk.finish_reason is not None:
-                    _print_numbered(chunk.index, stream.completion(chunk.index).text)
-            else:
-                sys.stdout.write(chunk.text)
+            sys.stdout.write(json.dumps(dataclasses.asdict(chunk)) + "\n" if as_json else chunk.text)
             sys.stdout.flush()
     if interrupted.came:
         # `main` writes a sentence next; the newline puts it on its own line.
@@ -58,9 +51,8 @@ def _print_stream(client: Client, prompt: str, options: dict[str, Any], *, as_js
         sys.stdout.flush()
         return EXIT_INTERRUPTED
     if not as_json:
-        if not with_index:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
         print_usage(stream.usage, stream.finish_reason)
     print_ignored(stream.ignored)
     return 0
@@ -75,14 +67,10 @@ def _print_whole(client: Client, prompt: str, options: dict[str, Any], *, as_jso
         sys.stdout.write(generation.text + "\n")
     else:
         for completion in generation.completions:
-            _print_numbered(completion.index, completion.text)
+            sys.stdout.write(f"[{completion.index + 1}] {completion.text.strip()}\n")
     sys.stdout.flush()
     print_usage(generation.usage, generation.finish_reason)
     print_ignored(generation.ignored)
-
-
-def _print_numbered(index: int, text: str) -> None:
-    sys.stdout.write(f"[{index + 1}] {text.strip()}\n")
 
 
 def usage_text(usage: Usage, finish_reason: FinishReason | None = None) -> str:
@@ -111,8 +99,10 @@ def print_ignored(places: Sequence[str]) -> None:
 
 
 def print_usage(usage: Usage | None, finish_reason: FinishReason | None = None) -> None:
-    if usage is None or not (sys.stderr.isatty() and sys.stdout.isatty()):
-        return
-    from rich.console import Console
+    if usage is not None and sys.stderr.isatty() and sys.stdout.isatty():
+        say(usage_text(usage, finish_reason))
 
-    Console(stderr=True, highlight=False).print(usage_text(usage, finish_reason), style="dim", markup=False)
+
+def say(text: str) -> None:
+    """Writes what is not the model's to standard error."""
+    sys.stderr.write(f"\033[2m{text}\033[0m\n" if sys.stderr.isatty() else f"{text}\n")

@@ -280,7 +280,7 @@ class MarkupParser:
         self._num_scanned, reading = self._scanner.read(rest, self._num_scanned)
         if reading is Reading.OPEN and not self._has_ended:
             return False
-        call = _whole_call(rest[: self._num_scanned]) if reading is Reading.CLOSED else None
+        call = called(rest[: self._num_scanned]) if reading is Reading.CLOSED else None
         if call is None or call[0] not in self._tool_names:
             return self._no_call()
         self._emit_call(*call)
@@ -417,14 +417,14 @@ def _behind_name(calls: CallFormat) -> re.Pattern[str]:
     return re.compile(rf"(?:{mark}[A-Za-z0-9]{{1,64}})?{infix}\s{{0,9}}\{{")
 
 
-def _whole_call(text: str) -> tuple[str, str] | None:
-    """The name and the arguments of a call's complete object, in any order of keys; None if it is not a call."""
+def called(value: Any) -> tuple[str, str] | None:
+    """The name and the arguments of a call, which may be the text of its complete object; None: it is not a call."""
     try:
-        value: Any = json.loads(text)
+        value = json.loads(value) if isinstance(value, str) else value
         arguments: Any = value.get("arguments", value.get("parameters")) or {}
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-    except (ValueError, RecursionError):
+    except (AttributeError, ValueError, RecursionError):
         return None
     name = value.get("name")
     if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -1,7 +1,6 @@
 """Chooses how a chat's answers are parsed: the parser, its first state, and the special tokens that it needs."""
 
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +13,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from corolla.client.output_parsing.call_rules import CallRules, calls_grammar, is_special_in_grammars
 from corolla.client.output_parsing.deltas import Delta, MessageBuilder
 from corolla.client.output_parsing.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
-from corolla.client.output_parsing.parser import MarkupParser, State
+from corolla.client.output_parsing.parser import MarkupParser, State, called
 from corolla.client.text.conversation import tool_values
 from corolla.client.text.tokenizer import TextTokenizer
 from corolla.v1.generation_pb2 import ToolCallDelta
@@ -97,25 +96,18 @@ class ResponseTemplateParser:
 
     def _calls(self, value: Any) -> Delta:
         body, self._body = self._body, ""
-        read = [_call(each) for each in (value if isinstance(value, list) else [value])]
-        if any(name not in self._tool_names for name, _ in read):
+        given = value if isinstance(value, list) else [value]
+        read = [called(each.get("function", each) if isinstance(each, dict) else None) for each in given]
+        calls = [call for call in read if call is not None and call[0] in self._tool_names]
+        if len(calls) < len(given):
             return Delta("" if self._drops_body else body)
         builder = MessageBuilder()
-        for name, arguments in read:
+        for name, arguments in calls:
             index, self._num_read_calls = self._num_read_calls, self._num_read_calls + 1
             if self.num_calls > index:
                 call = ToolCallDelta(index=index, id=self._call_id(index), name=name, arguments_delta=arguments)
                 builder.add(Delta(calls=(call,)))
         return builder.delta
-
-
-def _call(value: Any) -> tuple[str, str]:
-    """The name and the JSON arguments of a call; two empty texts if the value is not a call."""
-    function = value.get("function", value) if isinstance(value, dict) else {}
-    name, arguments = function.get("name"), function.get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return "", ""
-    return name, json.dumps(arguments, ensure_ascii=False)
 
 
 _NUM_TAIL_TOKENS: Final = 16
