@@ -16,43 +16,14 @@ from corolla.chassis.weight_formats import DtypeName, full_dtype_name
 
 PREFIX = "COROLLA_"
 
-_NOTHING_INSTEAD: Final = "remove it; there is nothing to set in its place"
-
 REMOVED: Final[Mapping[str, str]] = {
-    f"{PREFIX}{name}": advice
-    for name, advice in {
-        **dict.fromkeys(
-            (
-                "HTTP_MAX_WATCHERS", "HTTP_READ_TIMEOUT_S", "LEASE_S", "MAX_CONNECTION_AGE_S", "MAX_INLINE_MS",
-                "MAX_QUEUED_STEPS", "MAX_RECOVERIES", "MAX_REPLAYED_TOKENS", "OIDC_ALGORITHMS", "OIDC_REFRESH_S",
-                "OIDC_SKEW_S", "OPEN_TIMEOUT_S", "POD_RELIST_INTERVAL_S", "PROBE_AFTER_S", "PROBE_TIMEOUT_S",
-                "QUOTA_TIMEOUT_MS", "READER_TIMEOUT_S", "REBALANCE_INTERVAL_S", "REBALANCE_SETTLE_S",
-                "RELIST_INTERVAL_S", "SPIN_US", "TURN_LOCK_MS",
-            ),
-            _NOTHING_INSTEAD,
-        ),
-        **dict.fromkeys(
-            ("MAX_MIXED_STEP_MS", "PREFILL_TOKENS_BESIDE_DECODE", "PREFILL_TOKENS_DURING_DECODE"),
-            "set COROLLA_MAX_BATCH_TOKENS; prompts get a quarter of it while other sessions decode",
-        ),
-        **dict.fromkeys(
-            ("PREFILL_CHUNK_TOKENS_BESIDE_DECODE", "PREFILL_CHUNK_TOKENS_DURING_DECODE"),
-            "set COROLLA_PREFILL_CHUNK_TOKENS; a step has at most a quarter of it while others decode",
-        ),
-        "ADMIN_HOST": "remove it; AdminService is on 127.0.0.1",
-        "ENGINE": "remove it; for weights of four bits set COROLLA_QUANTIZATION=packed",
-        "HEARTBEAT_INTERVAL_MS": "set COROLLA_LEASE_MS of the router; block servers send four heartbeats in that time",
-        "HTTP_MAX_CONNECTIONS": "set COROLLA_MAX_CONNECTIONS",
-        "KEPT_OUTPUTS_MIB": "set COROLLA_BOUNDARY_ACTIVATIONS_MIB",
-        "KUBECONFIG": "set COROLLA_KUBERNETES to its path",
-        "LEAN_BLOCKS": "set COROLLA_FUSED_BLOCKS",
-        "OFFLINE": "set HF_HUB_OFFLINE=1",
-        "MERGE_REPLAYED_STEPS": "remove it; replays process decoded tokens in chunks",
-        "TUNING_BUDGET_S": "remove it; nothing is timed, and COROLLA_PRODUCTS=library takes the place of 0",
-        "MAX_TOKENS_PER_FRAME": "set COROLLA_MAX_BATCH_TOKENS; a step may have at least 512 tokens in any case",
-    }.items()
-}  # fmt: skip
-"""Variables that were settings once, and what to do instead.
+    f"{PREFIX}ADMIN_HOST": "remove it; AdminService is on 127.0.0.1",
+    f"{PREFIX}OFFLINE": "set HF_HUB_OFFLINE=1",
+    f"{PREFIX}OIDC_ALGORITHMS": "remove it; there is nothing to set in its place",
+    f"{PREFIX}MERGE_REPLAYED_STEPS": "remove it; replays process decoded tokens in chunks",
+    f"{PREFIX}TUNING_BUDGET_S": "remove it; nothing is timed, and COROLLA_PRODUCTS=library takes the place of 0",
+}
+"""Variables that the release before had as settings, and what to do instead.
 
 A log line warns of these. Other unknown variables with the prefix are ignored, since Kubernetes itself creates some.
 """

@@ -59,11 +59,9 @@ def test_a_service_runs_until_a_signal_and_is_stopped() -> None:
 @pytest.mark.parametrize(
     "name, instead",
     [
-        ("MAX_RECOVERIES", "nothing to set in its place"),
-        ("LEAN_BLOCKS", "set COROLLA_FUSED_BLOCKS"),
-        ("KEPT_OUTPUTS_MIB", "set COROLLA_BOUNDARY_ACTIVATIONS_MIB"),
-        ("PREFILL_TOKENS_BESIDE_DECODE", "set COROLLA_MAX_BATCH_TOKENS"),
-        ("PREFILL_CHUNK_TOKENS_BESIDE_DECODE", "set COROLLA_PREFILL_CHUNK_TOKENS"),
+        ("OFFLINE", "set HF_HUB_OFFLINE=1"),
+        ("MERGE_REPLAYED_STEPS", "remove it"),
+        ("TUNING_BUDGET_S", "COROLLA_PRODUCTS=library"),
     ],
 )
 def test_a_variable_that_was_a_setting_once_is_named_with_what_to_do_and_changes_nothing(
