@@ -89,17 +89,12 @@ def test_every_object_is_valid_for_the_api(file: Path, kubernetes: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_an_old_cluster_gets_kinds_and_probes_that_it_knows() -> None:
+def test_an_old_cluster_gets_kinds_that_it_knows() -> None:
     old = render({**IN_THE_CLEAR, "client": {"autoscaling": {"enabled": True}}}, kubernetes=OLDEST, apis=())
     versions = {each["kind"]: each["apiVersion"] for each in old}
     assert versions["PodDisruptionBudget"] == "policy/v1beta1"
     assert versions["HorizontalPodAutoscaler"] == "autoscaling/v2beta2"
     assert FOREIGN_KINDS.isdisjoint(versions)
-    for name, spec in pod_specs(old).items():
-        for container in spec["containers"]:
-            assert "grpc" not in container.get("readinessProbe", {}), name
-    container = pod_specs(old)["rel-corolla-router"]["containers"][0]
-    assert container["readinessProbe"]["exec"]["command"] == ["python", "-m", "corolla.chassis.probe", "50050"]
 
 
 def test_quotas_reach_those_who_keep_them() -> None:
@@ -125,16 +120,6 @@ def test_block_servers_find_adapters_on_a_volume() -> None:
     claim = {"claimName": "adapters", "readOnly": True}
     assert {"name": "adapters", "persistentVolumeClaim": claim} in spec["volumes"]
     assert "adapters" not in json.dumps([*pod_specs(render()).values()])
-
-
-def test_a_pod_that_asks_for_certificates_is_asked_for_its_health_without_one() -> None:
-    specs = pod_specs(render())
-    probes = {"router": "httpGet", "block-server-main": "httpGet", "issuer": "httpGet", "client": "grpc"}
-    for name, probed in probes.items():
-        assert probed in specs[f"rel-corolla-{name}"]["containers"][0]["readinessProbe"], name
-    public = pod_specs(render({"client": {"tls": {"existingSecret": "public"}}}))
-    probe = public["rel-corolla-client"]["containers"][0]["readinessProbe"]
-    assert probe["httpGet"] == {"path": "/health", "port": 9464}
 
 
 def test_every_pod_enrols_by_the_token_of_its_role_and_only_the_issuer_has_the_authority() -> None:
@@ -404,7 +389,6 @@ SERVICES: Final[dict[str, type[BaseSettings]]] = {
     "issuer": IssuerSettings,
     "router": RouterSettings,
 }
-PROBES: Final = ("startupProbe", "readinessProbe", "livenessProbe")
 METRICS: Final = 9464
 PORTS: Final[dict[str, dict[str, int]]] = {
     "block-server": {"data": 50052, "grpc": 50053, "metrics": METRICS},
@@ -426,15 +410,6 @@ def container_of(objects: list[Object], component: str) -> Object:
 def ports_of(objects: list[Object], component: str) -> dict[str, int]:
     """The ports of a component's container, by name."""
     return {each["name"]: each["containerPort"] for each in container_of(objects, component).get("ports", [])}
-
-
-def asked(probe: Object) -> int:
-    """The port that a probe of a service connects to."""
-    if "exec" in probe:
-        (*command, port) = probe["exec"]["command"]
-        assert command == ["python", "-m", "corolla.chassis.probe"]
-        return int(port)
-    return int((probe.get("grpc") or probe["tcpSocket"])["port"])
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -465,14 +440,17 @@ def test_services_listen_on_the_ports_of_their_containers(values: Object) -> Non
         assert ports_of(objects, component) == {name: getattr(settings, listens[name]) for name in listens}
 
 
-@pytest.mark.parametrize("values", [{}, {"router": {"port": 1234}}], ids=["plain", "moved"])
-@pytest.mark.parametrize("kubernetes", [OLDEST, CURRENT])
-def test_probes_ask_at_the_port_of_grpc(values: Object, kubernetes: str) -> None:
-    objects = render({**values, **IN_THE_CLEAR}, kubernetes=kubernetes)
-    for component in SERVICES.keys() - {"issuer"}:
-        container = container_of(objects, component)
-        port = ports_of(objects, component)["grpc"]
-        assert {probe: asked(container[probe]) for probe in PROBES} == dict.fromkeys(PROBES, port), component
+@pytest.mark.parametrize(
+    "values", [{}, IN_THE_CLEAR, {"router": {"port": 1234}, "metrics": {"port": 4321}}], ids=["plain", "clear", "moved"]
+)
+def test_probes_need_no_certificate(values: Object) -> None:
+    objects = render(values)
+    components = {labels["app.kubernetes.io/component"] for labels in pod_labels(objects).values()}
+    for component in SERVICES.keys() & components:
+        container, ports = container_of(objects, component), ports_of(objects, component)
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe]["tcpSocket"] == {"port": ports["grpc"]}, component
+        assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": ports["metrics"]}, component
 
 
 def test_services_lead_to_ports_of_the_pods_that_they_choose() -> None:

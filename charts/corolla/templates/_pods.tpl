@@ -73,21 +73,9 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Asks for gRPC health; the kubelet does so itself from 1.24 on. It shows no certificate, so where one is asked for, it
-     asks next to the metrics. dict "root" "port" "showsCertificate". */}}
-{{- define "corolla.healthCheck" -}}
-{{- if .showsCertificate }}
-httpGet: {path: /health, port: {{ .root.Values.metrics.port }}}
-{{- else if semverCompare ">=1.24.0-0" .root.Capabilities.KubeVersion.Version }}
-grpc: {port: {{ .port }}}
-{{- else }}
-exec: {command: [python, -m, corolla.chassis.probe, {{ .port | quote }}]}
-{{- end }}
-{{- end }}
-
 {{/* Probes. Only a process that does not accept connections is restarted: one that is not ready loads, drains or waits,
-     and a restart would make that worse. Where the kubelet speaks no gRPC, each question starts a process, so fewer are
-     asked. dict "root" "port" "startupSeconds" "showsCertificate". */}}
+     and a restart would make that worse. The kubelet shows no certificate, so it asks for health next to the metrics.
+     dict "root" "port" "startupSeconds". */}}
 {{- define "corolla.probes" -}}
 startupProbe:
   tcpSocket: {port: {{ .port }}}
@@ -95,10 +83,9 @@ startupProbe:
   timeoutSeconds: 5
   failureThreshold: {{ ceil (divf .startupSeconds 5) | max 1 }}
 readinessProbe:
-  {{- $health := include "corolla.healthCheck" . }}
-  {{- $health | nindent 2 }}
-  periodSeconds: {{ ternary 15 5 (contains "exec:" $health) }}
-  timeoutSeconds: {{ ternary 15 5 (contains "exec:" $health) }}
+  httpGet: {path: /health, port: {{ .root.Values.metrics.port }}}
+  periodSeconds: 5
+  timeoutSeconds: 5
   failureThreshold: 2
 livenessProbe:
   tcpSocket: {port: {{ .port }}}
