@@ -146,12 +146,14 @@ async def test_a_pod_that_vanishes_gets_no_sessions_though_its_lease_runs(
         assert await chosen(router, model) == {servers[2].server_id}
 
 
-async def test_a_server_whose_pod_has_gone_is_removed_before_its_lease_ends(
+@pytest.mark.parametrize("end", quick(["failed", "vanished"], "failed"))
+async def test_a_server_whose_pod_has_gone_is_lost_before_its_lease_ends(
     start_router: StartRouter,
     inside: dict[str, Any],
     kubernetes: KubernetesServer,
     model: str,
     caplog: pytest.LogCaptureFixture,
+    end: str,
 ) -> None:
     caplog.set_level(logging.INFO)
     for name in "ab":
@@ -162,12 +164,18 @@ async def test_a_server_whose_pod_has_gone_is_removed_before_its_lease_ends(
     gone, staying = server_in(router, model, "a"), server_in(router, model, "b")
     async with serving(staying):
         await gone.join()
-        kubernetes.remove("pod-a")
-
-        async def is_removed() -> bool:
-            return set(await states(router, model)) == {"b"}
-
-        await until(is_removed)
+        watch = other.stub.WatchPlacement(pb.WatchPlacementRequest(model=model))
+        if end == "failed":
+            kubernetes.put(described_pod("a", phase="Failed"))
+        else:
+            kubernetes.remove("pod-a")
+        # Client services count a server that they saw draining as one that left in order.
+        seen: list[pb.PlacedServer] = []
+        while len(seen) != 1:
+            seen = [*(await asyncio.wait_for(watch.read(), 30)).servers]
+            assert all(each.state == READY for each in seen)
+        assert seen[0].server.pod_uid == "b"
+        watch.cancel()
         # It lives on: no router removes it again.
         await gone.join()
         await becomes(other, model, "a", DRAINING)

@@ -318,9 +318,9 @@ class ClusterConnection:
     async def _round(self) -> None:
         """Marks the servers that their pods keep from new sessions, and removes those whose pods have gone.
 
-        Only the leading router removes servers. Marks end unless a round repeats them. A removed server that lives on
-        registers again with its next heartbeat: its pod was deleted by force, or the selector no longer matches it.
-        From then on it is marked.
+        Only the leading router removes servers, so that watchers learn of a loss at once, and not of a server that
+        leaves in order. Marks end unless a round repeats them. A removed server that lives on registers again with its
+        next heartbeat, and is marked from then on.
         """
         # The pods are read before the rosters: a model counts as local only by a roster that is newer than its pods.
         uids = {pod.uid for pod in self._pods}
@@ -331,7 +331,7 @@ class ClusterConnection:
         }
         for roster in rosters:
             before = self._withheld.get(roster.model, {})
-            now = withheld_servers(roster.servers, self._pods)
+            now = withheld_servers(roster.servers, self._pods, self._removed)
             self._withheld[roster.model] = now
             # Otherwise each router would remove a server that lives on and has registered again.
             if self._recorder is not None and self._recorder.leads:

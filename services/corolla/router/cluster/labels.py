@@ -110,7 +110,7 @@ class TagPlan:
         settle_s = _SETTLE_S if wanted else _FORGET_S
         pause_s = _PAUSE_S if _differs(has, tags) else _LOAD_PAUSE_S
         is_too_soon = now_s - desired.since_s < settle_s or now_s - self._patched_s.get(pod.uid, -pause_s) < pause_s
-        if has == tags or pod.is_leaving or is_too_soon:
+        if has == tags or pod.is_leaving or pod.has_ended or is_too_soon:
             return None
         self._patched_s[pod.uid] = now_s
         return Patch(pod.uid, pod.name, _merge_patch(has, tags))

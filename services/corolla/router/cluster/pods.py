@@ -1,6 +1,6 @@
 """Derives from a list of pods which block servers should get no sessions. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -18,7 +18,7 @@ class Withheld(StrEnum):
     """The reason why a server that reports that it is ready should not get sessions."""
 
     LEAVING = "leaving"
-    """The server's pod is being deleted or has ended, which cannot be undone."""
+    """The server's pod is being deleted, which cannot be undone."""
     UNREADY = "unready"
     """The server's pod is not ready, so other servers are preferred."""
 
@@ -30,6 +30,7 @@ class Pod:
     uid: str
     name: str
     is_leaving: bool = False
+    has_ended: bool = False
     is_unready: bool = False
     span: str | None = None
     cost: str | None = None
@@ -45,7 +46,8 @@ def read_pod(described: Any) -> Pod | None:
     return Pod(
         uid,
         name,
-        is_leaving=bool(metadata.get("deletionTimestamp")) or status.get("phase") in _ENDED,
+        is_leaving=bool(metadata.get("deletionTimestamp")),
+        has_ended=status.get("phase") in _ENDED,
         is_unready=_is_unready(status),
         span=_mapping(metadata, "labels").get(SPAN_LABEL),
         cost=_mapping(metadata, "annotations").get(COST_ANNOTATION),
@@ -73,8 +75,7 @@ def _is_unready(status: Mapping[str, Any]) -> bool:
 class PodTable:
     """The pods that the label selector matches, as the lists and watched changes show them.
 
-    A pod that was seen and has gone counts as leaving, because its server may live until its lease ends. A pod that was
-    never seen does not count: it may belong to another release.
+    A pod that was never seen does not count: it may belong to another release.
     """
 
     def __init__(self) -> None:
@@ -117,13 +118,16 @@ class PodTable:
         self.is_current = False
 
     def has_gone(self, uid: str) -> bool:
-        """The pod was seen, and is no more: its containers have ended, or it was deleted by force."""
-        return uid in self._gone
+        """The pod was seen, and is no more, or its containers have ended, such as on a node that evicted it.
+
+        Its server is lost, unless the pod was deleted by force or has lost its label.
+        """
+        return uid in self._gone or (uid in self._pods and self._pods[uid].has_ended)
 
     def withheld(self, uid: str) -> Withheld | None:
         """Returns the reason why the server in this pod should get no sessions; None: there is no reason."""
         pod = self._pods.get(uid)
-        if uid in self._gone or (pod is not None and pod.is_leaving):
+        if self.has_gone(uid) or (pod is not None and pod.is_leaving):
             return Withheld.LEAVING
         if pod is not None and pod.is_unready and self.is_current:
             return Withheld.UNREADY
@@ -135,10 +139,24 @@ class PodTable:
             del self._gone[next(iter(self._gone))]
 
 
-def withheld_servers(servers: Iterable[pb.PlacedServer], table: PodTable) -> dict[str, Withheld]:
-    """Returns the reasons of all withheld servers, by server id. Servers outside of Kubernetes are never withheld."""
-    reasons = {each.server.server_id: table.withheld(each.server.pod_uid) for each in servers if each.server.pod_uid}
-    return {server_id: reason for server_id, reason in reasons.items() if reason is not None}
+def withheld_servers(
+    servers: Iterable[pb.PlacedServer], table: PodTable, removed: Collection[str]
+) -> dict[str, Withheld]:
+    """Returns the reasons of all withheld servers, by server id. Servers outside of Kubernetes are never withheld.
+
+    A server whose pod has gone is removed instead. If it lives on and registers again, it is withheld as one that
+    leaves.
+
+    Args:
+        removed: The ids of the servers that were removed.
+    """
+    reasons: dict[str, Withheld] = {}
+    for each in servers:
+        uid, server_id = each.server.pod_uid, each.server.server_id
+        may_be_marked = uid and (server_id in removed or not table.has_gone(uid))
+        if may_be_marked and (reason := table.withheld(uid)) is not None:
+            reasons[server_id] = reason
+    return reasons
 
 
 def _mapping(holder: Any, key: str) -> Mapping[str, Any]:

@@ -45,11 +45,20 @@ def test_a_malformed_pod_status_is_ignored(status: Any) -> None:
     assert not read({"metadata": {"uid": "a", "name": "n"}, "status": status}).is_leaving
 
 
-def test_a_deleted_or_ended_pod_is_leaving() -> None:
-    assert read(described_pod("a", deleted=True)).is_leaving
-    assert read(described_pod("a", phase="Failed")).is_leaving
-    assert read(described_pod("a", phase="Succeeded")).is_leaving
-    assert not read(described_pod("a", phase="Pending")).is_leaving
+@pytest.mark.parametrize(
+    "facts, is_leaving, has_ended",
+    [
+        ({"deleted": True}, True, False),
+        ({"phase": "Failed"}, False, True),
+        ({"phase": "Succeeded"}, False, True),
+        ({"phase": "Pending"}, False, False),
+    ],
+)
+def test_a_deleted_pod_is_leaving_and_one_whose_containers_ended_has_ended(
+    facts: dict[str, Any], is_leaving: bool, has_ended: bool
+) -> None:
+    pod = read(described_pod("a", **facts))
+    assert (pod.is_leaving, pod.has_ended) == (is_leaving, has_ended)
 
 
 @pytest.mark.parametrize(
@@ -121,4 +130,18 @@ def test_servers_are_found_by_their_pods_and_those_without_are_left_alone() -> N
     table.listed([Pod("uid-a", "x", is_leaving=True), Pod("uid-b", "y", is_unready=True), Pod("uid-c", "z")])
     table.deleted(Pod("", "no uid"))
     servers = [placed(name, "0:10") for name in "abcd"] + [placed("e", "0:10", pod_uid="")]
-    assert withheld_servers(servers, table) == {"a": Withheld.LEAVING, "b": Withheld.UNREADY}
+    assert withheld_servers(servers, table, ()) == {"a": Withheld.LEAVING, "b": Withheld.UNREADY}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_server_whose_pod_has_gone_is_lost_and_leaves_only_if_it_comes_back(is_listed: bool) -> None:
+    table = PodTable()
+    table.listed([Pod("uid-a", "x"), Pod("uid-b", "y")])
+    if is_listed:
+        table.changed(Pod("uid-a", "x", has_ended=True))
+    else:
+        table.deleted(Pod("uid-a", "x"))
+    assert [table.has_gone(uid) for uid in ("uid-a", "uid-b")] == [True, False]
+    servers = [placed(name, "0:10") for name in "ab"]
+    assert withheld_servers(servers, table, ()) == {}, "it is to be removed"
+    assert withheld_servers(servers, table, {"a"}) == {"a": Withheld.LEAVING}, "it was removed, and lives on"
