@@ -344,7 +344,6 @@ def test_a_damaged_record_is_an_error_that_is_known(redis: EmbeddedRedis, num_ex
             whose: dict[str, Any] = {"model": "m", "session_id": session_id, "tenant": "t"}
             for call in (
                 stub.GetSessionRecord(pb.GetSessionRecordRequest(**whose)),
-                stub.PlanChain(pb.PlanChainRequest(model="m", session_id=session_id)),
                 stub.BeginTurn(pb.BeginTurnRequest(turn_id="turn", lock_ms=1000, **whose)),
                 stub.DeleteSessionRecord(pb.DeleteSessionRecordRequest(**whose)),
             ):

@@ -132,7 +132,7 @@ async def swarm_with_router_of_its_own(folder: Path, model: Path) -> AsyncIterat
 
 async def is_placed(swarm: Swarm) -> bool:
     try:
-        return len((await swarm.placement()).cheapest_chain.hops) == 2
+        return (await swarm.placement()).HasField("cheapest_chain")
     except Exception:
         return False
 

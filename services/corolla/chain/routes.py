@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
@@ -26,15 +26,16 @@ from corolla.chassis.errors import (
     StoreUnavailable,
 )
 from corolla.chassis.tasks import TaskGroup
-from corolla.planning.apart import Apart, pairs_apart, plan_together
+from corolla.planning.apart import Apart, plan_together
 from corolla.planning.bookings import Booked, Bookings
-from corolla.planning.candidates import candidates, chain_of, is_slow
+from corolla.planning.candidates import chain_of, is_slow
 from corolla.planning.fingerprints import what_differs
 from corolla.planning.numerics import continued, numerics_of, with_numerics
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import Candidate, PlannedChain, plan_around_suspects, plan_replacements
 from corolla.planning.ready_in import Promises, ready_in_seconds, waits_until
-from corolla.planning.replicas import PlannedSession, Replicas, in_turn
+from corolla.planning.ready_servers import ReadyServers
+from corolla.planning.replicas import PlannedSession
 from corolla.planning.standbys import holder_for, standby_for
 from corolla.v1 import blocks_pb2, common_pb2, router_pb2
 from corolla.wire.numerics import Numerics
@@ -48,27 +49,6 @@ _MOST_PLANS: Final = 4
 """After so many plans whose servers had no room for what some of them lack of a text, room does not count."""
 # The greatest age of a heartbeat when a router's push brings its load to this process.
 _BOOKING_LAG_S: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    """The servers of one placement, so that a plan need not look at all of them.
-
-    Attributes:
-        state: which placement this is.
-        placed: all servers by id.
-        ready: those that may be in a chain, by id, in the order in which equal ones are chosen.
-        ids: the ids of these by address.
-        replicas: these in groups.
-        apart: those of them that say that they do not reach each other.
-    """
-
-    state: tuple[int, bool]
-    placed: Mapping[str, router_pb2.PlacedServer]
-    ready: Mapping[str, Candidate]
-    ids: Mapping[str, str]
-    replicas: Replicas
-    apart: Apart
 
 
 class Routes:
@@ -104,7 +84,8 @@ class Routes:
         self._bookings = Bookings(_BOOKING_LAG_S)
         self.beginnings = Beginnings()
         placement.on_beginnings = self.beginnings.hear
-        self._index: _Index | None = None
+        self._ready = ReadyServers(fingerprint)
+        self._indexed_state: tuple[int, bool] | None = None
         self.turns = LoopTurns()
         self._tasks = TaskGroup()
 
@@ -134,7 +115,7 @@ class Routes:
             token_seconds: the time from one token of a session to the next one.
         """
         indexed = self._indexed()
-        if is_slow(indexed.ready, chain, token_seconds):
+        if is_slow(indexed.by_id, chain, token_seconds):
             for hop in chain.hops:
                 if not indexed.placed[hop.server_id].doubted:
                     self._tasks.start(self._report_server(hop.server_id, slow=True), "report of a slow server")
@@ -242,19 +223,19 @@ class Routes:
 
     def has_replica(self, hop: common_pb2.Hop) -> bool:
         """Another ready server has the hop's blocks."""
-        blocks, ready = Span.from_message(hop.span), self._indexed().ready.values()
+        blocks, ready = Span.from_message(hop.span), self._indexed().by_id.values()
         return any(each.server_id != hop.server_id and each.span.covers(blocks) for each in ready)
 
     def tokens_in(self, seconds: float, hop: common_pb2.Hop) -> int:
         """How many tokens of a prompt the hop computes in this time; very many if its speed is not known."""
-        server = self._indexed().ready.get(hop.server_id)
+        server = self._indexed().by_id.get(hop.server_id)
         if server is None:
             return _MOST_TOKENS
         return round(seconds / (server.prompt_seconds * len(Span.from_message(hop.span))))
 
     def filling_seconds(self, hop: common_pb2.Hop, num_tokens: int) -> tuple[float, float]:
         """How long the hop computes so many tokens of a text, and how long it fetches them from another server."""
-        server, num_blocks = self._indexed().ready.get(hop.server_id), len(Span.from_message(hop.span))
+        server, num_blocks = self._indexed().by_id.get(hop.server_id), len(Span.from_message(hop.span))
         if server is None:
             return 0.0, math.inf
         return server.computing_seconds(num_tokens, num_blocks), server.fetching_seconds(num_tokens, num_blocks)
@@ -264,13 +245,13 @@ class Routes:
     ) -> common_pb2.Hop | None:
         """The server that should stand by for a hop; see `planning.standbys`."""
         avoided = self._avoided().union(excluded)
-        return standby_for(hop, self._indexed().ready, avoided, num_tokens=num_tokens, num_placed=num_placed)
+        return standby_for(hop, self._indexed().by_id, avoided, num_tokens=num_tokens, num_placed=num_placed)
 
     def holder_for(
         self, hop: common_pb2.Hop, excluded: Collection[str], held: Mapping[str, int]
     ) -> common_pb2.Hop | None:
         """The server that holds most of a text as the hop would compute it; see `planning.standbys`."""
-        return holder_for(hop, self._indexed().ready, self._avoided().union(excluded), held)
+        return holder_for(hop, self._indexed().by_id, self._avoided().union(excluded), held)
 
     def ready_in_s(self, lost: Collection[str] = ()) -> float:
         """The seconds until each block has a server; see `planning.ready_in`."""
@@ -530,32 +511,23 @@ class Routes:
 
     def _givers(self, held: Iterable[str]) -> Sequence[Candidate]:
         """The servers that may give others what they hold of a text; full ones are among them."""
-        ready, avoided = self._indexed().ready, self._avoided()
+        ready, avoided = self._indexed().by_id, self._avoided()
         return [ready[server_id] for server_id in held if server_id in ready and server_id not in avoided]
 
-    def _indexed(self) -> "_Index":
-        """The servers, looked through anew after each push."""
+    def _indexed(self) -> ReadyServers:
+        """The servers of the placement that was pushed last."""
         state = self._placement.num_updates, self._placement.is_settling
-        if self._index is None or self._index.state != state:
-            placed = self._placement.by_id
-            servers = list(placed.values())
-            self._bookings.hear(servers, time_s())
-            ready = in_turn(candidates(servers, fingerprint=self._fingerprint), self._placement.turn)
-            self._index = _Index(
-                state,
-                placed,
-                ready={each.server_id: each for each in ready},
-                ids={each.address: each.server_id for each in ready},
-                replicas=Replicas(ready),
-                apart=Apart(pairs_apart(servers)),
-            )
-        return self._index
+        if self._indexed_state != state:
+            self._indexed_state, placed = state, self._placement.by_id
+            self._bookings.hear(placed, time_s())
+            self._ready.take(placed, self._placement.turn)
+        return self._ready
 
     def _is_gone(self, hop: common_pb2.Hop) -> bool:
         """A hop cannot be used: it is avoided, or no longer in the placement."""
         if hop.server_id in self._avoided():
             return True
-        ready = self._indexed().ready
+        ready = self._indexed().by_id
         return bool(ready) and hop.server_id not in ready
 
     def _apart(self) -> Apart:

@@ -5,7 +5,7 @@ would go to the same server, the least busy one.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -39,10 +39,9 @@ class Bookings:
 
     def __init__(self, lag_s: float) -> None:
         self._lag_s = lag_s
-        # The newest load of each server that a heartbeat reported, and the heartbeat's number; the load that the server
-        # named since; and for each session on it the time of placement and the number of tokens. All by server id.
-        self._heartbeats: dict[str, int] = {}
-        self._reported: dict[str, router_pb2.ServerLoad] = {}
+        # The servers with the loads that heartbeats reported last; the load that a server named since; and for each
+        # session on it the time of placement and the number of tokens. All by server id.
+        self._placed: Mapping[str, router_pb2.PlacedServer] = {}
         self._answered: dict[str, blocks_pb2.HopLoad] = {}
         self._sessions: dict[str, list[tuple[float, int]]] = {}
 
@@ -51,22 +50,24 @@ class Bookings:
         for hop in hops:
             self._sessions.setdefault(hop.server_id, []).append((now_s, num_tokens))
 
-    def hear(self, servers: Iterable[router_pb2.PlacedServer], now_s: float) -> None:
-        """Drops the sessions that the newest known loads of all servers of the placement include."""
-        reported = {each.server.server_id: each.load for each in servers}
-        heartbeats = {server_id: load.heartbeat_number for server_id, load in reported.items()}
+    def hear(self, placed: Mapping[str, router_pb2.PlacedServer], now_s: float) -> None:
+        """Drops the sessions that the newest known loads include.
+
+        Args:
+            placed: All servers of the placement by id. They must not be changed later.
+        """
+        before, self._placed = self._placed, placed
         for server_id, sessions in list(self._sessions.items()):
-            if heartbeats.get(server_id) != self._heartbeats.get(server_id):
+            if _heartbeat_number(placed, server_id) != _heartbeat_number(before, server_id):
                 sessions = [each for each in sessions if each[0] > now_s - self._lag_s]
-            if server_id in heartbeats and sessions:
+            if server_id in placed and sessions:
                 self._sessions[server_id] = sessions
             else:
                 del self._sessions[server_id]
-        self._heartbeats, self._reported = heartbeats, reported
         self._answered = {
             server_id: answered
             for server_id, answered in self._answered.items()
-            if heartbeats.get(server_id, math.inf) <= answered.heartbeat_number
+            if _heartbeat_number(placed, server_id) <= answered.heartbeat_number
         }
 
     def hear_answer(self, server_id: str, load: blocks_pb2.HopLoad) -> None:
@@ -74,7 +75,7 @@ class Bookings:
 
         Opens are answered in order, so the session that was placed first is in this load, or nowhere.
         """
-        if load.heartbeat_number < self._heartbeats.get(server_id, math.inf):
+        if load.heartbeat_number < _heartbeat_number(self._placed, server_id):
             return
         self._answered[server_id] = load
         if len(sessions := self._sessions.get(server_id, [])) > 1:
@@ -91,12 +92,17 @@ class Bookings:
             sessions = self._sessions[server_id] = [each for each in sessions if each[0] > now_s - MOST_AGE_S]
         num_sessions, num_tokens = len(sessions), sum(num_tokens for _, num_tokens in sessions)
         if answered is not None:
-            num_sessions += max(0, answered.num_sessions - self._reported[server_id].num_sessions)
+            num_sessions += max(0, answered.num_sessions - self._placed[server_id].load.num_sessions)
         return Booked(num_sessions, num_tokens + self.num_taken_tokens(server_id))
 
     def num_taken_tokens(self, server_id: str) -> int:
         """Returns how many tokens less a server had room for when it answered than when it reported."""
-        answered, reported = self._answered.get(server_id), self._reported.get(server_id)
-        if answered is None or reported is None or not reported.HasField("max_session_tokens"):
+        answered, placed = self._answered.get(server_id), self._placed.get(server_id)
+        if answered is None or placed is None or not placed.load.HasField("max_session_tokens"):
             return 0
-        return max(0, reported.max_session_tokens - answered.max_session_tokens)
+        return max(0, placed.load.max_session_tokens - answered.max_session_tokens)
+
+
+def _heartbeat_number(placed: Mapping[str, router_pb2.PlacedServer], server_id: str) -> float:
+    """Returns the number of a server's last heartbeat; infinite: it is not placed."""
+    return placed[server_id].load.heartbeat_number if server_id in placed else math.inf

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_low
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from corolla.planning.planner import Candidate, PlannedHop
 from corolla.v1 import common_pb2
@@ -61,16 +61,12 @@ def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
     The bound is `MOST_TIMES_TYPICAL` times the median of what the other servers with the same weights report, or that
     median itself for a doubted server. If no other server has measured its speed, there is no bound.
     """
-    groups: dict[str, list[tuple[pb.PlacedServer, float]]] = {}
-    for each in servers:
-        groups.setdefault(each.server.fingerprint, []).append((each, _claimed_speed(each)))
-    bounds: dict[str, float] = {}
-    for group in groups.values():
-        measured = sorted(speed for _, speed in group if speed)
-        for each, speed in group:
-            times = 1.0 if each.doubted else MOST_TIMES_TYPICAL
-            bounds[each.server.server_id] = times * _median_of_others(measured, speed)
-    return bounds
+    servers = list(servers)
+    measured = _measured((each.server.fingerprint, _claimed_speed(each)) for each in servers)
+    return {
+        each.server.server_id: _bound(measured[each.server.fingerprint], _claimed_speed(each), each.doubted)
+        for each in servers
+    }
 
 
 def claimed_speeds(servers: Iterable[pb.PlacedServer], fingerprint: str) -> list[float]:
@@ -82,6 +78,28 @@ def claimed_speeds(servers: Iterable[pb.PlacedServer], fingerprint: str) -> list
 def speed_among(server: pb.ServerDescription, others: Sequence[float]) -> float:
     """Returns the speed that the planner would count of a server that joins others with these `claimed_speeds`."""
     return min(server.decode_tokens_per_second, MOST_TIMES_TYPICAL * _median_of_others(others, 0.0))
+
+
+def _measured(speeds: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
+    """Returns the measured speeds, sorted, of all fingerprints that are named with a speed or with 0."""
+    found: dict[str, list[float]] = {}
+    for fingerprint, speed in speeds:
+        group = found.setdefault(fingerprint, [])
+        if speed:
+            group.append(speed)
+    for group in found.values():
+        group.sort()
+    return found
+
+
+def _middle(measured: Sequence[float]) -> Sequence[float]:
+    """Returns all of the sorted speeds that `_median_of_others` may return."""
+    first, number = max(0, len(measured) // 2 - 1), len(measured)
+    return [*measured[first : first + 2], *measured[(number - 1) // 2 : number][:1]]
+
+
+def _bound(measured: Sequence[float], own: float, is_doubted: bool) -> float:
+    return (1.0 if is_doubted else MOST_TIMES_TYPICAL) * _median_of_others(measured, own)
 
 
 def _claimed_speed(placed: pb.PlacedServer) -> float:
@@ -115,20 +133,116 @@ def is_slow(ready: Mapping[str, Candidate], chain: common_pb2.Chain, token_secon
     return token_seconds > SLOW_TIMES * expected + _SLOW_HOP_SECONDS * len(hops)
 
 
-def candidates(servers: Collection[pb.PlacedServer], *, fingerprint: str = "") -> list[Candidate]:
+class _Said(NamedTuple):
+    """What a ready server says of its speed.
+
+    Attributes:
+        kind: Its weights, and the numerics of its blocks; these are empty if they are not known.
+        step_seconds: The time of a decode step in one block; 0: not known.
+    """
+
+    kind: tuple[str, str]
+    is_doubted: bool
+    speed: float
+    step_seconds: float
+    prompt_speed: float
+
+
+class Candidates:
+    """The ready servers of a placement, as plans see them. It follows the placement, and reads only what has changed.
+
+    Args:
+        fingerprint: Only servers with these weights are candidates; empty: any.
+    """
+
+    def __init__(self, fingerprint: str = "") -> None:
+        self._fingerprint = fingerprint
+        self._made: dict[str, Candidate] = {}
+        # The weights and the speed of each server; what ready ones say; their times of a step and of a token of a
+        # prompt in one block, as they say them and as plans count them.
+        self._speeds: dict[str, tuple[str, float]] = {}
+        self._said: dict[str, _Said] = {}
+        self._own: dict[str, tuple[float, float]] = {}
+        self._counted: dict[str, tuple[float, float]] = {}
+        # What the times of one server depend on of others: typical speeds by weights, and typical times by kind.
+        self._middles: dict[str, Sequence[float]] = {}
+        self._typical: dict[tuple[str, str], tuple[float, float]] = {}
+
+    def take(self, placed: Mapping[str, pb.PlacedServer], news: Collection[str]) -> dict[str, Candidate | None]:
+        """Takes the next placement.
+
+        Args:
+            placed: All servers by id.
+            news: The ids of those that are new or others than before.
+
+        Returns:
+            The candidates that are new or others than before, by id and without booked loads; None for those that are
+            gone.
+        """
+        news = dict.fromkeys(news)
+        self._read(placed, news)
+        measured, stale = _measured(self._speeds.values()), news.keys()
+        middles = {fingerprint: _middle(speeds) for fingerprint, speeds in measured.items()}
+        if middles != self._middles:
+            self._middles, stale = middles, self._said.keys()
+        for server_id in stale:
+            if (said := self._said.get(server_id)) is not None:
+                self._own[server_id] = _seconds(said, measured[said.kind[0]])
+        typical = self._typical_seconds()
+        if typical != self._typical:
+            self._typical, stale = typical, self._said.keys()
+        changed: dict[str, Candidate | None] = dict.fromkeys(self._made.keys() - self._said.keys())
+        for server_id in changed:
+            del self._made[server_id], self._counted[server_id]
+        for server_id in stale:
+            if (said := self._said.get(server_id)) is None:
+                continue
+            own = self._own[server_id]
+            step_s, prompt_s = map(_evened, own, typical.get(said.kind, own))
+            # Servers that are about equal share sessions; else all planners would prefer the one that measured best.
+            counted = steady(step_s), prompt_s
+            if server_id in news or counted != self._counted[server_id]:
+                self._counted[server_id] = counted
+                candidate = _candidate(placed[server_id], *counted)
+                if candidate != self._made.get(server_id):
+                    self._made[server_id] = changed[server_id] = candidate
+        return changed
+
+    def _read(self, placed: Mapping[str, pb.PlacedServer], news: Mapping[str, None]) -> None:
+        known: dict[str, Any]
+        for known in (self._speeds, self._said, self._own):
+            for server_id in (known.keys() - placed.keys()) | (known.keys() & news.keys()):
+                del known[server_id]
+        for server_id in news:
+            each = placed[server_id]
+            server, load, fingerprint = each.server, each.load, each.server.fingerprint
+            speed = load.decode_tokens_per_second or server.decode_tokens_per_second
+            self._speeds[server_id] = fingerprint, speed
+            if each.state == pb.SERVER_STATE_READY and self._fingerprint in ("", fingerprint):
+                self._said[server_id] = _Said(
+                    (fingerprint, load.numerics.partition("+")[0]), each.doubted, speed,
+                    load.decode_step_seconds / len(Span.from_message(each.span)), server.prefill_tokens_per_second,
+                )  # fmt: skip
+
+    def _typical_seconds(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Returns the typical times of each kind whose numerics are known."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for server_id, said in self._said.items():
+            groups.setdefault(said.kind, []).append(server_id)
+        return {
+            kind: (
+                median_low([self._own[server_id][0] for server_id in alike]),
+                median_low([self._own[server_id][1] for server_id in alike]),
+            )
+            for kind, alike in groups.items()
+            if kind[1]
+        }
+
+
+def candidates(servers: Iterable[pb.PlacedServer], *, fingerprint: str = "") -> list[Candidate]:
     """Returns the ready servers with these weights (empty: with any), in the given order, without booked loads."""
-    bounds = speed_bounds(servers)
-    ready = [
-        each for each in servers if each.state == pb.SERVER_STATE_READY and fingerprint in ("", each.server.fingerprint)
-    ]
-    steps = [_block_seconds(each, bounds[each.server.server_id]) for each in ready]
-    prompts = [
-        1 / (each.server.prefill_tokens_per_second or _PROMPT_TIMES / step_s)
-        for each, step_s in zip(ready, steps, strict=True)
-    ]
-    evened = zip(ready, _evened(ready, steps), _evened(ready, prompts), strict=True)
-    # Servers that are about equal share sessions; else all planners would prefer the one that measured best.
-    return [_candidate(each, steady(step_s), prompt_s) for each, step_s, prompt_s in evened]
+    placed = {each.server.server_id: each for each in servers}
+    return [each for each in Candidates(fingerprint).take(placed, placed).values() if each is not None]
 
 
 def by_fingerprint(servers: Collection[pb.PlacedServer]) -> Collection[list[Candidate]]:
@@ -149,28 +263,23 @@ def chain_of(hops: Iterable[PlannedHop], fingerprint: str) -> common_pb2.Chain:
     )
 
 
-def _block_seconds(placed: pb.PlacedServer, bound: float) -> float:
-    """Returns the time that a decode step takes in one block, as the server says it."""
-    if placed.load.decode_step_seconds > 0:
-        return max(placed.load.decode_step_seconds / len(Span.from_message(placed.span)), 1 / bound)
-    return 1 / (counted_speed(placed, bound) or UNMEASURED_TOKENS_PER_SECOND)
+def _seconds(said: _Said, measured: Sequence[float]) -> tuple[float, float]:
+    """Returns the times that a decode step and a token of a prompt take in one block, as the server says them."""
+    bound = _bound(measured, said.speed, said.is_doubted)
+    if said.step_seconds > 0:
+        step_s = max(said.step_seconds, 1 / bound)
+    else:
+        step_s = 1 / (min(said.speed, bound) or UNMEASURED_TOKENS_PER_SECOND)
+    return step_s, 1 / (said.prompt_speed or _PROMPT_TIMES / step_s)
 
 
-def _evened(servers: Sequence[pb.PlacedServer], seconds: Sequence[float]) -> list[float]:
-    """Returns the times of servers; those with the same weights and numerics have one, unless theirs is far from it.
+def _evened(own: float, typical: float) -> float:
+    """Returns the time of servers of a server's kind, unless its own is far from that.
 
     Small differences between equal machines come from what the machines did while they measured, and say nothing about
     their next steps.
     """
-    kinds = [(each.server.fingerprint, each.load.numerics.partition("+")[0]) for each in servers]
-    groups: dict[tuple[str, str], list[float]] = {}
-    for kind, each in zip(kinds, seconds, strict=True):
-        groups.setdefault(kind, []).append(each)
-    typical = {kind: median_low(group) for kind, group in groups.items() if kind[1]}
-    return [
-        usual if (usual := typical.get(kind, each)) / _TIMES_ALIKE <= each <= usual * _TIMES_ALIKE else each
-        for kind, each in zip(kinds, seconds, strict=True)
-    ]
+    return typical if typical / _TIMES_ALIKE <= own <= typical * _TIMES_ALIKE else own
 
 
 def _candidate(placed: pb.PlacedServer, block_seconds: float, prompt_seconds: float) -> Candidate:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Final
 
 from corolla.planning.candidates import by_fingerprint
@@ -13,22 +13,17 @@ from corolla.v1 import router_pb2 as pb
 _MICRO: Final = 1_000_000
 
 
-def loss_seconds(
-    servers: Collection[pb.PlacedServer], groups: Collection[Sequence[Candidate]] | None = None
-) -> dict[str, float]:
+def loss_seconds(servers: Collection[pb.PlacedServer]) -> dict[str, float]:
     """Returns for each ready server, by id, how long others would compute if it were lost now.
 
     They compute the texts of its running sessions again, unless a standby holds these, and share the work on a block by
     their speed for prompts. For example, a server of blocks 0:15 is lost whose sessions hold 4,000 tokens. Two others
     hold these blocks, and compute prompts with 30,000 and 10,000 tokens per second through one block. So they need 15 *
     4,000 / 40,000 = 1.5 seconds. The time is infinite if no other server has one of the blocks.
-
-    Args:
-        groups: What `by_fingerprint` returns for the servers, if the caller has it.
     """
     num_tokens = {each.server.server_id: each.load.num_tokens_at_risk for each in servers}
     seconds: dict[str, float] = {}
-    for group in by_fingerprint(servers) if groups is None else groups:
+    for group in by_fingerprint(servers):
         speeds = Counter[int]()
         for each in group:
             for block in _blocks(each):

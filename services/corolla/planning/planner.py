@@ -123,7 +123,7 @@ def plan_blocks(candidates: Iterable[Candidate], blocks: Span) -> PlannedChain:
     found = [chain for chain in chains if chain is not None]
     if found:
         return min(found, key=lambda chain: chain.seconds)
-    missing = least_uncovered(by_fingerprint.values(), blocks)
+    missing = least_uncovered(([each.span for each in group] for group in by_fingerprint.values()), blocks)
     if missing:
         listed = ",".join(map(str, missing))
         raise NoChain(f"no server holds blocks {listed}", metadata={"uncovered_blocks": listed})
@@ -153,9 +153,9 @@ def plan_replacements(candidates: Sequence[Candidate], lost: Sequence[tuple[Span
     return PlannedChain(tuple(hops), hops[0].server.fingerprint, _seconds(hops))
 
 
-def least_uncovered(groups: Iterable[Sequence[Candidate]], blocks: Span) -> list[Span]:
-    """Returns the blocks without a server, in the group that lacks the fewest; each group has one fingerprint."""
-    missing = [gaps((each.span for each in group), blocks) for group in groups]
+def least_uncovered(groups: Iterable[Iterable[Span]], blocks: Span) -> list[Span]:
+    """Returns the blocks that no span of a group has, for the group that lacks the fewest."""
+    missing = [gaps(spans, blocks) for spans in groups]
     return min(missing, key=lambda spans: sum(map(len, spans)), default=[blocks])
 
 

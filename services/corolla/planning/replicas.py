@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from corolla.planning.apart import ALL_TOGETHER, Apart
@@ -124,6 +124,7 @@ class _Kind(NamedTuple):
 
 
 _Role = tuple[str, Span, str]
+"""What replicas of each other have in common: weights, span and zone."""
 
 
 @dataclass(slots=True)
@@ -135,45 +136,126 @@ class _Known:
 
 
 class _Alike:
-    """The servers of one kind, by their known seconds per block."""
+    """The servers of one kind, by their known seconds per block.
 
-    def __init__(self, servers: Iterable[Candidate]) -> None:
-        known = [_Known(each, each.seconds_per_block) for each in servers]
-        self.known = sorted(known, key=attrgetter("seconds"))
+    Args:
+        ids: In the order in which equal ones are chosen.
+
+    Attributes:
+        is_stale: They were others, or sessions have raised their seconds.
+    """
+
+    def __init__(self, kind: _Kind, ids: Sequence[str]) -> None:
+        self.kind = kind
+        self._ids = ids
+        self.is_stale = True
+
+    def refresh(self, by_id: Mapping[str, Candidate]) -> None:
+        """Takes the servers as they are now."""
+        self.is_stale = False
+        servers = [by_id[server_id] for server_id in self._ids]
+        self.known = sorted((_Known(each, each.seconds_per_block) for each in servers), key=attrgetter("seconds"))
         # This one fills a text as fast as any of them that holds nothing of it.
         self.fastest = replace(
-            known[0].server, server_id="", prompt_seconds=min(each.server.prompt_seconds for each in known),
-            fetch_seconds=min(each.server.fetch_seconds for each in known),
+            servers[0], server_id="", prompt_seconds=min(each.prompt_seconds for each in servers),
+            fetch_seconds=min(each.fetch_seconds for each in servers),
         )  # fmt: skip
 
     def move_back(self, raised: Collection[_Known]) -> None:
         """Moves servers whose seconds have risen behind their equals, so that equals take turns."""
+        self.is_stale = True
         ids = {each.server.server_id for each in raised}
         self.known = [each for each in self.known if each.server.server_id not in ids]
         for each in raised:
             insort(self.known, each, key=attrgetter("seconds"))
 
 
+class _InRole:
+    """The ids of the replicas of one role.
+
+    Args:
+        servers: In the order in which equal ones are chosen.
+    """
+
+    def __init__(self, servers: Sequence[Candidate]) -> None:
+        self.places = {each.server_id: place for place, each in enumerate(servers)}
+        self.ranked = sorted(self.places)
+        self.ranks = {server_id: rank for rank, server_id in enumerate(self.ranked)}
+        by_kind: dict[_Kind, list[str]] = {}
+        for each in servers:
+            by_kind.setdefault(_kind(each), []).append(each.server_id)
+        self.alike = {kind: _Alike(kind, ids) for kind, ids in by_kind.items()}
+        self.alike_of = {server_id: self.alike[kind] for kind, ids in by_kind.items() for server_id in ids}
+
+
 class Replicas:
     """The ready servers of one placement.
 
     Args:
-        servers: The candidates without booked loads. Of equal servers, the first one is chosen first; see `in_turn`.
+        servers: The candidates without booked loads. Of equal servers, the first one is chosen first.
+
+    Attributes:
+        by_id: These by id, in this order.
     """
 
-    def __init__(self, servers: Iterable[Candidate]) -> None:
-        by_kind: dict[_Kind, list[Candidate]] = {}
-        self._in_role: dict[_Role, list[Candidate]] = {}
-        self._by_id: dict[str, tuple[int, Candidate]] = {}
-        for number, each in enumerate(servers):
-            self._by_id[each.server_id] = number, each
-            by_kind.setdefault(_kind(each), []).append(each)
-            self._in_role.setdefault(_role(each), []).append(each)
-        self._alike = {kind: _Alike(alike) for kind, alike in by_kind.items()}
-        self._ranks: dict[str, int] = {}
+    def __init__(self, servers: Iterable[Candidate] = ()) -> None:
+        self._turn = 0.0
+        self.by_id = {each.server_id: each for each in servers}
+        in_role: dict[_Role, list[Candidate]] = {}
+        for each in self.by_id.values():
+            in_role.setdefault(_role(each), []).append(each)
+        self._in_role = {role: _InRole(replicas) for role, replicas in in_role.items()}
+        self._refresh()
+
+    def update(self, changed: Mapping[str, Candidate | None], turn: float) -> None:
+        """Takes the candidates of the next placement, those of each role `in_turn`, and forgets what sessions raised.
+
+        Args:
+            changed: The candidates that are new or others than before, by id; None for those that are gone.
+        """
+        if turn != self._turn:
+            self._turn, changed = turn, {**self.by_id, **changed}
+            self.by_id, self._in_role = {}, {}
+        came: dict[_Role, dict[str, Candidate]] = {}
+        for server_id, now in changed.items():
+            before = self.by_id.get(server_id)
+            if before is not None and now is not None and self._stays(server_id, before, now):
+                self.by_id[server_id] = now
+                continue
+            if before is not None:
+                came.setdefault(_role(before), {})
+            if now is None:
+                self.by_id.pop(server_id, None)
+            else:
+                self.by_id[server_id] = now
+                came.setdefault(_role(now), {})[server_id] = now
+        for role, replicas in came.items():
+            self._build(role, replicas)
+        if came:
+            self._in_role = dict(sorted(self._in_role.items(), key=lambda each: each[1].ranked[0]))
+            self.by_id = {each: self.by_id[each] for known in self._in_role.values() for each in known.places}
+        self._refresh()
+
+    def _stays(self, server_id: str, before: Candidate, now: Candidate) -> bool:
+        """The server is in the place where it was: only its times and its room are others."""
+        alike = self._in_role[_role(before)].alike_of[server_id]
+        alike.is_stale = True
+        return alike.kind == _kind(now)
+
+    def _build(self, role: _Role, replicas: dict[str, Candidate]) -> None:
+        """Puts servers into a role, with those that stay in it."""
+        earlier = self._in_role.pop(role, None)
+        for server_id in earlier.places if earlier is not None else ():
+            if server_id in self.by_id and _role(self.by_id[server_id]) == role:
+                replicas[server_id] = self.by_id[server_id]
+        if replicas:
+            self._in_role[role] = _InRole(in_turn(replicas.values(), self._turn))
+
+    def _refresh(self) -> None:
         for replicas in self._in_role.values():
-            replicas.sort(key=lambda each: each.server_id)
-            self._ranks.update((each.server_id, rank) for rank, each in enumerate(replicas))
+            for alike in replicas.alike.values():
+                if alike.is_stale:
+                    alike.refresh(self.by_id)
 
     def usable(self, session: PlannedSession, num_of_each: int = 2, blocks: Span | None = None) -> list[Candidate]:
         """Returns the servers among which a cheapest chain for the session is found, with their booked loads.
@@ -184,13 +266,14 @@ class Replicas:
                 of their span.
         """
         holders: dict[_Kind, list[Candidate]] = {}
-        known = (self._by_id[server_id] for server_id in session.held if server_id in self._by_id)
-        for _, holder in sorted(known, key=itemgetter(0)):
+        known = [self.by_id[server_id] for server_id in session.held if server_id in self.by_id]
+        for holder in sorted(known, key=lambda each: self._in_role[_role(each)].places[each.server_id]):
             holders.setdefault(_kind(holder), []).append(holder)
         return [
             server
-            for kind, alike in self._alike.items()
-            if blocks is None or (kind.span.start < blocks.end and blocks.start < kind.span.end)
+            for role, replicas in self._in_role.items()
+            if blocks is None or (role[1].start < blocks.end and blocks.start < role[1].end)
+            for kind, alike in replicas.alike.items()
             for server in _front(alike, holders.get(kind, ()), session, num_of_each)
         ]
 
@@ -200,28 +283,24 @@ class Replicas:
         The replicas of both roles, in the order of their ids, share a line from 0 to 1 evenly. Partners are those whose
         parts overlap. So `m` replicas before `n` others make at most `m + n - 1` routes, and loads can be even.
         """
-        ranked, alike = self._in_role[_role(before)], self._in_role[_role(server)]
-        rank, count = self._ranks[before.server_id], len(ranked)
-        return alike[rank * len(alike) // count : -(-(rank + 1) * len(alike) // count)]
+        own, alike = self._in_role[_role(before)], self._in_role[_role(server)].ranked
+        rank, count = own.ranks[before.server_id], len(own.ranked)
+        ids = alike[rank * len(alike) // count : -(-(rank + 1) * len(alike) // count)]
+        return [self.by_id[server_id] for server_id in ids]
 
 
-def in_turn(servers: Iterable[Candidate], turn: float) -> list[Candidate]:
-    """Returns the servers so that those of each role begin at another one; among equals, the first is chosen first.
+def in_turn(replicas: Iterable[Candidate], turn: float) -> list[Candidate]:
+    """Returns the servers of one role in the order in which equal ones are chosen.
 
-    All planners have the replicas of a role in one order, round a circle. If their turns are spread evenly, so are the
-    sessions that they place between two heartbeats, when they do not know of each other's.
+    All planners have them in one order, round a circle, and begin at different ones. If their turns are spread evenly,
+    so are the sessions that they place between two heartbeats, when they do not know of each other's.
 
     Args:
         turn: Where this planner begins, from 0 to 1.
     """
-    roles: dict[_Role, list[Candidate]] = {}
-    for each in sorted(servers, key=lambda each: each.server_id):
-        roles.setdefault(_role(each), []).append(each)
-    found = []
-    for replicas in roles.values():
-        first = int(turn * len(replicas)) % len(replicas)
-        found += [*replicas[first:], *replicas[:first]]
-    return found
+    ranked = sorted(replicas, key=attrgetter("server_id"))
+    first = int(turn * len(ranked)) % len(ranked)
+    return [*ranked[first:], *ranked[:first]]
 
 
 class _Front:

@@ -6,6 +6,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from corolla.planning.losses import loss_seconds
 from corolla.router.roster import Roster
 from corolla.v1 import router_pb2 as pb
 
@@ -55,8 +56,8 @@ class RouterMetrics:
         self.store_up = gauge("corolla_store_up", "1 while Redis answers and has room, else 0.")
         self.unreadable_records = counter(
             "corolla_unreadable_records",
-            "Attempts to read a corrupt record in Redis, which is then skipped, by kind: server, chain (of a "
-            "session), order (to move), model (a name), key (a whole one), adapter.",
+            "Attempts to read a corrupt record in Redis, which is then skipped, by kind: server, order (to move), "
+            "model (a name), key (a whole one), adapter.",
             ["model", "kind"],
         )
         self.script_seconds = histogram(
@@ -85,7 +86,7 @@ class RouterMetrics:
         ready = collections.Counter(
             f"{each.span.start}:{each.span.end}" for each in roster.servers if each.state == pb.SERVER_STATE_READY
         )
-        seconds = roster.loss_seconds()
+        seconds = loss_seconds(roster.servers)
         worst: dict[str, float] = {}
         for each in roster.servers:
             span = f"{each.span.start}:{each.span.end}"

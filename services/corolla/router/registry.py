@@ -26,7 +26,6 @@ from corolla.router.roster import Roster
 from corolla.router.settings import ExpectedModel
 from corolla.router.store import Store
 from corolla.router.validation import check_expected
-from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
 from corolla.wire.span import Span
 
@@ -176,30 +175,23 @@ class Registry:
             return pb.HeartbeatResponse()
         return pb.HeartbeatResponse(move_to=span.to_message(), at_once=at_once == b"1")
 
-    async def order(self, roster: Roster, move: Move, pause_ms: int) -> bool:
+    async def order(self, roster: Roster, move: Move | Takeover, pause_ms: int = 0) -> bool:
         """Orders a server to move. Returns False if the placement has changed, another move runs or this one must wait.
+
+        For a takeover, it also returns False until routers have listened for a lease, since Redis may have lost its
+        data: then servers are missing that live.
 
         Args:
             roster: The placement on which the move was decided.
             pause_ms: How long moves that cover no uncovered block must wait after this one. The pause doubles with each
                 such move while the servers stay the same.
         """
-        return await self._order(roster, move.server_id, move.span, int(move.covers), pause_ms, 0, 0)
-
-    async def order_takeover(self, roster: Roster, found: Takeover) -> bool:
-        """Orders a server to take lost blocks over. Returns False if the placement has changed or another move runs.
-
-        It also returns False until routers have listened for a lease, since Redis may have lost its data: then servers
-        are missing that live.
-        """
-        return await self._order(roster, found.server_id, found.span, 1, 0, int(found.at_once), self._lease_ms)
-
-    async def _order(
-        self, roster: Roster, server_id: str, span: Span, covers: int, pause_ms: int, at_once: int, listened_ms: int
-    ) -> bool:
+        covers, at_once, listened_ms = (
+            (True, move.at_once, self._lease_ms) if isinstance(move, Takeover) else (move.covers, False, 0)
+        )
         reply = await self._store.call(
-            "order_move", roster.model, str(roster.version), server_id, str(span), _MOVE_TTL_MS, covers, pause_ms,
-            at_once, listened_ms,
+            "order_move", roster.model, str(roster.version), move.server_id, str(move.span), _MOVE_TTL_MS, int(covers),
+            pause_ms, int(at_once), listened_ms,
         )  # fmt: skip
         return bool(reply == 1)
 
@@ -246,11 +238,6 @@ class Registry:
             if not mirror.is_in_use and self._mirrors.get(model) is mirror:
                 del self._mirrors[model]
 
-    async def pinned_chain(self, model: str, session_id: str) -> common_pb2.Chain | None:
-        """Returns the chain to which a session is pinned, if any."""
-        chain = await self._store.call("session_chain", model, session_id)
-        return parsed(self._store, "chain", model, b"", chain, common_pb2.Chain.FromString) if chain else None
-
     async def rosters(self, models: Iterable[str] | None = None) -> AsyncIterator[Roster]:
         """Yields the snapshot of each model, except those that cannot be read.
 
@@ -263,8 +250,12 @@ class Registry:
             except InternalError:
                 continue
 
-    async def add_adapter(self, model: str, adapter: pb.RegisteredAdapter) -> None:
+    async def add_adapter(self, model: str, adapter: pb.RegisteredAdapter, *, is_lost: bool = False) -> None:
         """Registers an adapter; it replaces one with the same name and other bytes.
+
+        Args:
+            is_lost: Whether the store lost it with its data. It stays out if the store knows another one with its name,
+                or knows that it was removed.
 
         Raises:
             InvalidRequest: The model has the greatest number of adapters already.
@@ -272,21 +263,10 @@ class Registry:
         version = adapter.version
         reply = await self._store.call(
             "add_adapter", model, version.name, version.digest, adapter.SerializeToString(deterministic=True),
-            MOST_ADAPTERS,
+            MOST_ADAPTERS, int(is_lost),
         )  # fmt: skip
         if reply != 1:
             raise InvalidRequest("adapter", f"must not exceed {MOST_ADAPTERS} adapters of one model; remove one first")
-
-    async def restore_adapters(self, model: str, adapters: Iterable[pb.RegisteredAdapter]) -> None:
-        """Registers again the adapters that the store lost with its data.
-
-        An adapter stays out if the store knows another one with its name, or knows that it was removed.
-        """
-        for adapter in adapters:
-            version = adapter.version
-            await self._store.call(
-                "restore_adapter", model, version.name, version.digest, adapter.SerializeToString(deterministic=True)
-            )
 
     async def remove_adapter(self, model: str, name: str) -> None:
         """Removes an adapter. Raises AdapterNotFound if it is not registered."""

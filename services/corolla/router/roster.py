@@ -4,17 +4,13 @@ This module converts what servers report to the inputs of placement and planner,
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from corolla.chassis.errors import CorollaError
-from corolla.planning.apart import Apart, pairs_apart, plan_together
-from corolla.planning.candidates import by_fingerprint, chain_of, counted_speed, speed_bounds, steady
-from corolla.planning.losses import loss_seconds
-from corolla.planning.planner import Candidate, PlannedChain, least_uncovered, plan_around_suspects
-from corolla.planning.replicas import PlannedSession, Replicas
+from corolla.planning.candidates import counted_speed, speed_bounds, steady
+from corolla.planning.planner import least_uncovered
 from corolla.planning.spares import Takeover, takeover
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, throughput
 from corolla.router.rebalancing import Member
@@ -116,21 +112,6 @@ class Roster:
         )
         return self if len(kept) == len(self.servers) else replace(self, servers=kept)
 
-    def carries(self, chain: common_pb2.Chain, *, fingerprint: str = "", excluded: Collection[str] = ()) -> bool:
-        """Every hop of a recorded chain is usable now; a restarted server has another id and does not count."""
-        return (
-            bool(chain.hops)
-            and fingerprint in ("", chain.fingerprint)
-            and all(
-                hop.server_id not in excluded
-                and (placed := self.by_id.get(hop.server_id)) is not None
-                and placed.state == pb.SERVER_STATE_READY
-                and placed.server.fingerprint == chain.fingerprint
-                and Span.from_message(placed.span).covers(Span.from_message(hop.span))
-                for hop in chain.hops
-            )
-        )
-
     def places(self, hop: common_pb2.Hop) -> bool:
         """The server of a hop is registered, at the hop's address and with its blocks."""
         placed = self.by_id.get(hop.server_id)
@@ -141,37 +122,27 @@ class Roster:
         )
 
     @cached_property
-    def _groups(self) -> Sequence[Sequence[Candidate]]:
-        """The ready servers by fingerprint."""
-        return list(by_fingerprint(self.servers))
+    def _spans(self) -> Sequence[Sequence[Span]]:
+        """The spans of the ready servers, in groups by fingerprint."""
+        groups: dict[str, list[Span]] = {}
+        for each in self.servers:
+            if each.state == pb.SERVER_STATE_READY:
+                groups.setdefault(each.server.fingerprint, []).append(Span.from_message(each.span))
+        return list(groups.values())
 
     @cached_property
     def uncovered(self) -> list[Span]:
         """The blocks without a ready server, for the fingerprint that covers most blocks."""
-        if not self.is_known:
-            return []
-        return least_uncovered(self._groups, Span(0, self.num_blocks))
-
-    @cached_property
-    def apart(self) -> Apart:
-        """The servers that do not reach each other."""
-        return Apart(pairs_apart(self.servers))
+        return least_uncovered(self._spans, Span(0, self.num_blocks)) if self.is_known else []
 
     def num_single_copy_blocks(self) -> int:
         """Returns the number of blocks with exactly one ready server, for the fingerprint that covers most blocks."""
-        copies = [
-            Counter(block for each in group for block in range(each.span.start, each.span.end))
-            for group in self._groups
-        ]
+        copies = [Counter(block for span in spans for block in range(span.start, span.end)) for spans in self._spans]
         return list(max(copies, key=len, default=Counter()).values()).count(1)
-
-    def loss_seconds(self) -> dict[str, float]:
-        """Returns what the loss of each ready server would cost now, by id."""
-        return loss_seconds(self.servers, self._groups)
 
     @cached_property
     def placement(self) -> pb.Placement:
-        """The whole placement, with the cheapest chain if there is one. It must not be changed.
+        """The whole placement. It must not be changed.
 
         Only watchers get the beginnings of texts that servers hold.
         """
@@ -226,24 +197,9 @@ class Roster:
             num_model_blocks=self.num_blocks,
             uncovered=[span.to_message() for span in self.uncovered],
         )
-        if self._cheapest_chain is not None:
-            message.cheapest_chain.CopyFrom(self._cheapest_chain)
+        if self.is_known and not self.uncovered:
+            message.cheapest_chain.SetInParent()
         return message
-
-    @cached_property
-    def _cheapest_chain(self) -> common_pb2.Chain | None:
-        if not self.is_known:
-            return None
-        replicas = Replicas(each for group in self._groups for each in group)
-
-        def planned_without(server_ids: frozenset[str]) -> PlannedChain:
-            return plan_around_suspects(replicas.usable(PlannedSession(excluded=server_ids)), self.num_blocks)
-
-        try:
-            planned = plan_together(self.apart, planned_without)
-        except CorollaError:
-            return None
-        return chain_of(planned.hops, planned.fingerprint)
 
 
 def _is_ready(placed: pb.PlacedServer) -> bool:

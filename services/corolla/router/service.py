@@ -82,9 +82,7 @@ class Rebalancer:
 
     async def _take_over(self, roster: Roster) -> None:
         found = roster.takeover() if roster.has_spares else None
-        if found is None:
-            return
-        if await self.registry.order_takeover(roster, found):
+        if found is not None and await self.registry.order(roster, found):
             self.metrics.move_ordered(roster.model, covers=True)
             log.info("a spare takes over", extra={"model": roster.model, "blocks": str(found.span)})
 

@@ -12,10 +12,11 @@ from corolla.chassis.errors import InvalidRequest, ModelNotFound, RouteUnknown
 from corolla.chassis.handlers import Call
 from corolla.planning.apart import plan_together
 from corolla.planning.bookings import Bookings
-from corolla.planning.candidates import candidates, chain_of
+from corolla.planning.candidates import chain_of
 from corolla.planning.pairing import with_partners
 from corolla.planning.planner import PlannedChain, plan_around_suspects
-from corolla.planning.replicas import PlannedSession, Replicas, in_turn
+from corolla.planning.ready_servers import ReadyServers
+from corolla.planning.replicas import PlannedSession
 from corolla.router.quotas import Quotas
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
@@ -89,23 +90,20 @@ class RouterServicer:
 
     async def PlanChain(self, request: pb.PlanChainRequest, call: Call[Caller]) -> pb.PlanChainResponse:
         excluded = frozenset(request.excluded_server_ids)
-        pinned = await self.registry.pinned_chain(request.model, request.session_id) if request.session_id else None
         roster = await self.registry.snapshot(request.model)
         if not roster.is_known:
             raise ModelNotFound("no block server has registered for this model", request.model)
-        if pinned is not None and roster.carries(pinned, fingerprint=request.fingerprint, excluded=excluded):
-            return pb.PlanChainResponse(chain=pinned, by_affinity=True)
         now_s = asyncio.get_running_loop().time()
         planning = self._planning.setdefault(request.model, _Planning())
-        replicas = planning.replicas(roster, now_s)
+        ready = planning.ready(roster, now_s)
         booked = partial(planning.bookings.booked, now_s=now_s)
 
         def planned_without(server_ids: frozenset[str]) -> PlannedChain:
-            session = PlannedSession(request.num_tokens, server_ids, booked, apart=roster.apart)
-            usable = [each for each in replicas.usable(session) if request.fingerprint in ("", each.fingerprint)]
-            return with_partners(plan_around_suspects(usable, roster.num_blocks), replicas, session)
+            session = PlannedSession(request.num_tokens, server_ids, booked, apart=ready.apart)
+            usable = [each for each in ready.replicas.usable(session) if request.fingerprint in ("", each.fingerprint)]
+            return with_partners(plan_around_suspects(usable, roster.num_blocks), ready.replicas, session)
 
-        planned = plan_together(roster.apart, planned_without, excluded)
+        planned = plan_together(ready.apart, planned_without, excluded)
         chain = chain_of(planned.hops, planned.fingerprint)
         planning.bookings.book(chain.hops, request.num_tokens, now_s)
         return pb.PlanChainResponse(chain=chain)
@@ -202,9 +200,9 @@ class _Planning:
         self._roster: Roster | None = None
         self._regroup_s = 0.0
         self._turn = random.random()
-        self._replicas = Replicas(())
+        self._ready = ReadyServers()
 
-    def replicas(self, roster: Roster, now_s: float) -> Replicas:
+    def ready(self, roster: Roster, now_s: float) -> ReadyServers:
         """Returns the ready servers, grouped anew after each change of the placement.
 
         Loads change all the time in a large fleet, and to group servers takes the longer the more there are. So a new
@@ -214,9 +212,9 @@ class _Planning:
         is_changed = before is None or before.version != roster.version
         if is_changed or (before is not roster and now_s >= self._regroup_s):
             self._roster, self._regroup_s = roster, now_s + _REGROUP_S_OF_A_SERVER * len(roster.servers)
-            self.bookings.hear(roster.servers, now_s)
-            self._replicas = Replicas(in_turn(candidates(roster.servers), self._turn))
-        return self._replicas
+            self.bookings.hear(roster.by_id, now_s)
+            self._ready.take(roster.by_id, self._turn)
+        return self._ready
 
 
 def shown_to(caller: Workload | None, placement: pb.Placement) -> pb.Placement:

@@ -221,7 +221,6 @@ _RULES: Final[Mapping[str, Rule]] = {
         _speed,
     ),
     "session_id": _session_id,
-    "PlanChainRequest.session_id": _if_given(_session_id),
     "excluded_server_ids": _at_most(4096),
     "unreachable": _at_most(64, _text),
     "spare_spans": _at_most(MOST_SPARE_SPANS, _in_a_model),

@@ -171,7 +171,8 @@ class PlacementWatches:
         if not lost or not roster.is_known:
             return roster
         with suppress(CorollaError):  # watchers get the servers nevertheless
-            await self.registry.restore_adapters(roster.model, lost)
+            for each in lost:
+                await self.registry.add_adapter(roster.model, each, is_lost=True)
             return await self.registry.snapshot(roster.model)
         return roster
 

@@ -616,7 +616,7 @@ class Placement(_message.Message):
 
     @_builtins.property
     def cheapest_chain(self) -> _common_pb2.Chain:
-        """The cheapest chain now; unset while blocks are uncovered."""
+        """Set while each block has a ready server. It names no hops: client services plan them."""
 
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegisteredAdapter]:
@@ -687,14 +687,11 @@ class PlanChainRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     EXCLUDED_SERVER_IDS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     """Only servers with these weights; empty: any."""
-    session_id: _builtins.str
-    """Hexadecimal; empty: no affinity."""
     num_tokens: _builtins.int
     """Each hop must have free pages for this many tokens."""
     @_builtins.property
@@ -706,13 +703,12 @@ class PlanChainRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
-        session_id: _builtins.str = ...,
         num_tokens: _builtins.int = ...,
         excluded_server_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_server_ids", b"excluded_server_ids", "fingerprint", b"fingerprint", "model", b"model", "num_tokens", b"num_tokens", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["excluded_server_ids", b"excluded_server_ids", "fingerprint", b"fingerprint", "model", b"model", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -723,20 +719,16 @@ class PlanChainResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHAIN_FIELD_NUMBER: _builtins.int
-    BY_AFFINITY_FIELD_NUMBER: _builtins.int
-    by_affinity: _builtins.bool
-    """Whether this is the session's own recorded chain."""
     @_builtins.property
     def chain(self) -> _common_pb2.Chain: ...
     def __init__(
         self,
         *,
         chain: _common_pb2.Chain | None = ...,
-        by_affinity: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_affinity", b"by_affinity", "chain", b"chain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

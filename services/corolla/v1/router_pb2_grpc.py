@@ -156,8 +156,7 @@ class RouterServiceServicer:
     def PlanChain(self, request, context):
         """--- for client services ---
 
-        Returns the session's own chain if all its servers still live, else the cheapest chain. For other sessions, client
-        services plan on the placement that they watch, and call this if it has no chain.
+        Returns the cheapest chain. Client services plan on the placement that they watch, and call this if it has none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

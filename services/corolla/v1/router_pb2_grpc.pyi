@@ -46,8 +46,7 @@ class RouterServiceStub:
     PlanChain: _grpc.UnaryUnaryMultiCallable[_router_pb2.PlanChainRequest, _router_pb2.PlanChainResponse]
     """--- for client services ---
 
-    Returns the session's own chain if all its servers still live, else the cheapest chain. For other sessions, client
-    services plan on the placement that they watch, and call this if it has no chain.
+    Returns the cheapest chain. Client services plan on the placement that they watch, and call this if it has none.
     """
     WatchPlacement: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchPlacementRequest, _router_pb2.Placement]
     """Sends the placement now and at each change."""
@@ -102,8 +101,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     PlanChain: _aio.UnaryUnaryMultiCallable[_router_pb2.PlanChainRequest, _router_pb2.PlanChainResponse]  # type: ignore[assignment]
     """--- for client services ---
 
-    Returns the session's own chain if all its servers still live, else the cheapest chain. For other sessions, client
-    services plan on the placement that they watch, and call this if it has no chain.
+    Returns the cheapest chain. Client services plan on the placement that they watch, and call this if it has none.
     """
     WatchPlacement: _aio.UnaryStreamMultiCallable[_router_pb2.WatchPlacementRequest, _router_pb2.Placement]  # type: ignore[assignment]
     """Sends the placement now and at each change."""
@@ -179,8 +177,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_router_pb2.PlanChainResponse, _abc.Awaitable[_router_pb2.PlanChainResponse]]:
         """--- for client services ---
 
-        Returns the session's own chain if all its servers still live, else the cheapest chain. For other sessions, client
-        services plan on the placement that they watch, and call this if it has no chain.
+        Returns the cheapest chain. Client services plan on the placement that they watch, and call this if it has none.
         """
 
     @_abc_1.abstractmethod

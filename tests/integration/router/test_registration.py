@@ -1,7 +1,6 @@
 """Leases, spans and chains, through gRPC and a real Redis."""
 
 import asyncio
-import secrets
 from collections import Counter
 from typing import Any
 
@@ -46,7 +45,7 @@ async def test_three_servers_fill_the_model_and_make_a_chain(router: Router, mod
     assert [hop.server_id for hop in chain.hops] == [each.server_id for each in servers]
     seen = await placement(router, model)
     assert (seen.num_model_blocks, list(seen.uncovered), len(seen.servers)) == (30, [], 3)
-    assert seen.cheapest_chain == chain
+    assert seen.HasField("cheapest_chain")
 
 
 async def test_a_server_gets_what_its_memory_holds_with_what_lies_at_the_ends(router: Router, model: str) -> None:
@@ -369,7 +368,6 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
          "load.spare_spans"),
         (stub.DeregisterServer(pb.DeregisterServerRequest(model=model)), "server_id"),
         (plan(router, ""), "model"),
-        (plan(router, model, session_id="abc"), "session_id"),
         (placement(router, ""), "model"),
         (stub.CreateSessionRecord(pb.CreateSessionRecordRequest(record=record)), "record.session_id"),
         (stub.GetSessionRecord(pb.GetSessionRecordRequest(model=model, session_id="0" * 31)), "session_id"),
@@ -381,34 +379,6 @@ async def test_the_router_validates_other_requests(router: Router, model: str) -
         error = await refusal(call)
         assert isinstance(error, InvalidRequest)
         assert [each for each, _ in error.violations] == [field]
-
-
-async def test_a_session_keeps_its_chain_while_it_lives(router: Router, model: str) -> None:
-    servers = [BlockServer(router, model, capacity_blocks=30) for _ in range(3)]
-    for each in servers:
-        await each.join("0:30")
-    pinned = servers[1]
-    session_id = secrets.token_hex(16)
-    hop = common_pb2.Hop(
-        server_id=pinned.server_id, address=pinned.description.address, span=common_pb2.BlockSpan(start=0, end=30)
-    )
-    record = pb.SessionRecord(
-        session_id=session_id, tenant="t", model=model, chain=common_pb2.Chain(hops=[hop], fingerprint="f")
-    )
-    await router.stub.CreateSessionRecord(pb.CreateSessionRecordRequest(record=record), timeout=30)
-    for _ in range(8):
-        answer = await plan(router, model, session_id=session_id)
-        assert answer.by_affinity
-        assert answer.chain == record.chain
-    assert not (await plan(router, model, session_id=secrets.token_hex(16))).by_affinity
-    for facts in ({"excluded_server_ids": [pinned.server_id]}, {"fingerprint": "f"}):
-        answer = await plan(router, model, session_id=session_id, **facts)
-        assert answer.by_affinity == ("fingerprint" in facts)
-    pinned.state = pb.SERVER_STATE_DRAINING
-    await pinned.beat()
-    answer = await plan(router, model, session_id=session_id)
-    assert not answer.by_affinity
-    assert answer.chain.hops[0].server_id != pinned.server_id
 
 
 async def test_a_router_reads_an_adapter_once(

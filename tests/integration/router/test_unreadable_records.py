@@ -215,14 +215,6 @@ async def test_a_name_that_is_no_text_is_no_model(pair: Pair) -> None:
     await pair.check_that_all_goes_on()
 
 
-async def test_a_pinned_chain_that_is_bad_pins_nothing(pair: Pair) -> None:
-    session_id = "0" * 32
-    await pair.redis.hset(f"{_prefix(pair.model)}session:{session_id}", mapping={"tenant": "", "chain": b"\xff"})
-    answer = await plan(pair.router, pair.model, session_id=session_id)
-    assert not answer.by_affinity
-    await pair.until_counted("chain", 1)
-
-
 async def test_a_bad_order_moves_no_server(pair: Pair) -> None:
     server, prefix = pair.servers[0], _prefix(pair.model)
     version: Any = await pair.redis.hget(prefix + "placement", "version")

@@ -36,8 +36,13 @@ class Server:
         load.heartbeat_number = next(self._numbers)
 
 
-def placed(servers: list[Server]) -> list[pb.PlacedServer]:
-    return [each.placed for each in servers]
+def placed(servers: list[Server]) -> dict[str, pb.PlacedServer]:
+    """What a placement lists, by id."""
+    listed = {}
+    for each in servers:
+        listed[each.placed.server.server_id] = pb.PlacedServer()
+        listed[each.placed.server.server_id].CopyFrom(each.placed)
+    return listed
 
 
 def booked_at(bookings: Bookings, servers: list[Server], now_s: float) -> Booked:
@@ -50,7 +55,7 @@ def place(servers: list[Server], bookings: Bookings, now_s: float, num_tokens: i
     """One session goes where the planner sends it."""
     bookings.hear(placed(servers), now_s)
     session = PlannedSession(num_tokens, booked=partial(bookings.booked, now_s=now_s))
-    (hop,) = plan(Replicas(candidates(placed(servers))).usable(session), 4).hops
+    (hop,) = plan(Replicas(candidates(placed(servers).values())).usable(session), 4).hops
     bookings.book(chain_of([hop], "").hops, num_tokens, now_s)
     (taken,) = [each for each in servers if each.placed.server.server_id == hop.server.server_id]
     taken.num_sessions += 1
@@ -118,7 +123,7 @@ def test_room_is_booked_as_well() -> None:
     bookings = Bookings(LAG_S)
     split = Counter(place(servers, bookings, 1.0, MANY_TOKENS // 2).placed.server.server_id for _ in range(4))
     assert split == {"a": 2, "b": 2}
-    replicas, booked = Replicas(candidates(placed(servers))), partial(bookings.booked, now_s=1.0)
+    replicas, booked = Replicas(candidates(placed(servers).values())), partial(bookings.booked, now_s=1.0)
     assert not any(each.has_pages for each in replicas.usable(PlannedSession(1, booked=booked)))
     # The hops have the last word.
     assert all(each.has_pages for each in replicas.usable(PlannedSession(0, booked=booked)))
