@@ -23,6 +23,7 @@ from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
 from tests.integration.waiting import until
+from tests.reference import Unsplit
 
 PROMPT = "the thin man"
 OPTIONS: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.9, "seed": 3}
@@ -153,6 +154,50 @@ async def test_a_process_that_is_stopped_while_it_moves_ends_all_the_same(tmp_pa
         assert addresses == {swarm.servers[0].address}
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", first.port)) != 0
+
+
+@pytest.mark.full
+async def test_servers_shrink_until_a_model_that_no_two_hold_is_served(tmp_path: Path) -> None:
+    changes = {"hidden_size": 256, "intermediate_size": 64}
+    model = make_tiny_checkpoint("llama", tmp_path / "tiny", config_changes=changes)
+    # Three MiB hold three blocks, or two and the embedding or the head; one MiB holds a block, and neither of those.
+    memories = (3, 3, 1)
+    async with Swarm(tmp_path, model, [], num_clients=0, intervals=RouterIntervals(settle_s=0.1)) as swarm:
+        processes: list[BlockServerProcess] = []
+        try:
+            for weights_mib in memories:
+                given: dict[str, Any] = {
+                    "host": "127.0.0.1", "advertised_host": "127.0.0.1", "port": 0, "control_port": 0,
+                    "metrics_host": "127.0.0.1", "metrics_port": 0, "router": swarm.router_address,
+                    "model": str(model), "weights_mib": weights_mib, "threads": 1, "products": "library",
+                    "grace_s": 0.5,
+                }  # fmt: skip
+                processes.append(BlockServerProcess(BlockServerSettings(**given)))
+                await processes[-1].start()
+                joined = await swarm.placement()
+                assert joined.uncovered, "each gets what helps most, and that is not enough"
+            lengths = {each.server.server_id: each.span.end - each.span.start for each in joined.servers}
+
+            async def is_served() -> bool:
+                return not (await swarm.placement()).uncovered
+
+            await until(is_served)
+            placement = await swarm.placement()
+            moved = [each for each in placement.servers if each.server.server_id not in lengths]
+            assert moved, "a server moved"
+            assert sum(each.span.end - each.span.start for each in placement.servers) < sum(lengths.values())
+            await swarm.add_client()
+            await swarm.until_ready()
+            unsplit = Unsplit(model)
+            prompt_ids = unsplit.encode(PROMPT)
+            async with swarm.connect() as client:
+                answer = await client.generate(PROMPT, max_tokens=24, ignore_eos=True)
+            assert list(answer.token_ids) == unsplit.generate(prompt_ids, 24, ignore_eos=True).token_ids
+        finally:
+            for client_service in swarm.clients:
+                await client_service.stop()
+            swarm.clients.clear()
+            await asyncio.gather(*(each.stop() for each in processes))
 
 
 @pytest.mark.parametrize("taken", ["port", "control_port", "metrics_port"])

@@ -159,9 +159,8 @@ def plan_machines(model: ModelSize, rows: Sequence[MachineRow], demand: Demand) 
             except SpanRefused:
                 machines.append(PlacedMachine(name, kind, None, speed, link_s))
                 continue
-            members[len(machines)] = Member(
-                str(len(machines)), HostedSpan(span, speed, head_blocks, row.name), True, memory
-            )
+            hosted_span = HostedSpan(span, speed, head_blocks, row.name)
+            members[len(machines)] = Member(str(len(machines)), hosted_span, True, most, memory)
             machines.append(PlacedMachine(name, kind, span, speed, link_s))
     _move(members, num_blocks)
     machines = [

@@ -192,6 +192,16 @@ def choose_span(
     return max(spans, key=rank)
 
 
+def longest_spans(num_blocks: int, capacity: int, memory: WeightMemory) -> list[Span]:
+    """Returns the spans that a server can hold and that lie within no longer one that it can hold, by their starts."""
+    found: list[Span] = []
+    for start in range(num_blocks):
+        span = _longest(start, capacity, num_blocks, memory)
+        if span is not None and not (found and found[-1].covers(span)):
+            found.append(span)
+    return found
+
+
 def _lone_spans(servers: Iterable[HostedSpan], kind: str) -> list[Span]:
     """Returns the spans of a kind's servers that no other server of the kind has as well."""
     counts = Counter(each.span for each in servers if kind and each.kind == kind)
@@ -215,7 +225,7 @@ def _num_servers(gap: Span, length: int, num_blocks: int, memory: WeightMemory) 
 
 def _longest(start: int, length: int, num_blocks: int, memory: WeightMemory) -> Span | None:
     """Returns the longest span from `start` on that fits, with at most `length` blocks; None: none fits."""
-    ends = range(min(start + length, num_blocks), start, -1)
+    ends = range(min(start + int(min(length, memory.num_blocks)), num_blocks), start, -1)
     return next((span for end in ends if memory.holds(span := Span(start, end), num_blocks)), None)
 
 

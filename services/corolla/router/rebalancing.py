@@ -1,18 +1,20 @@
 """Finds the server that should move to another span, if any. Pure.
 
 The algorithm is a breadth-first search (Cormen et al., "Introduction to Algorithms") over layouts, which begins at the
-present layout; an edge is the move of one server. Spans keep their lengths; a server at the model's end also computes
-the head. The search excludes moves that would take away a block's only server until the moved server is back. It
-returns how good the best layout is that the other moves can reach, and the first move on a shortest way there.
+present layout; an edge is the move of one server. It returns how good the best layout is that moves can reach, and the
+first move on a shortest way there.
+
+A server moves to the longest spans that it can hold, since a chain may use a part of a span. They have fewer blocks
+where embedding or head need room, so a server shrinks or grows as it moves.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
-from typing import Final
+from itertools import accumulate, islice
+from typing import Final, NamedTuple
 
-from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, share_at, throughput
+from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, longest_spans
 from corolla.wire.span import Span
 
 MAX_LAYOUTS: Final = 4000
@@ -24,15 +26,6 @@ FEW: Final = 8
 UNLIKE: Final = 1.25
 """The least ratio of the lengths of unlike servers."""
 
-# The start of each movable server's span.
-_Layout = tuple[int, ...]
-# The index of a movable server, and the new start of its span.
-_Step = tuple[int, int]
-# Facts of a server: the length of its span; its throughput for each block if the span does not reach the model's end;
-# the same if it does; its memory for weights.
-_Facts = tuple[int, int, int, WeightMemory]
-# The kind and the length of servers that could be partners.
-_Group = tuple[str, int]
 # The number of blocks with a server; the number of pairs that lone servers could make, negative; the throughput of the
 # slowest block in micro-tokens per second; and the same with times that are divided evenly, which decides among equals.
 _Worth = tuple[int, int, int, int]
@@ -40,7 +33,7 @@ _Worth = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A server, and whether the router may move it to another span of the same length that fits its memory.
+    """A server, and whether the router may move it to other spans, of up to `capacity` blocks, that fit its memory.
 
     One that is not ready counts for throughput, since it will be ready soon. But no server may leave its blocks to it.
     """
@@ -48,8 +41,17 @@ class Member:
     server_id: str
     hosted: HostedSpan
     is_movable: bool
+    capacity: int
     memory: WeightMemory = ENOUGH
     is_ready: bool = True
+
+    @property
+    def may_move(self) -> bool:
+        return self.is_movable and self.is_ready
+
+    def spans(self, num_blocks: int) -> Sequence[Span]:
+        """Returns the spans that the server may hold later."""
+        return longest_spans(num_blocks, self.capacity, self.memory) if self.may_move else [self.hosted.span]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,58 @@ class Move:
     covers: bool
 
 
+class _Place(NamedTuple):
+    """Where a server is: which servers it is like but for their spans, as a number, and its span."""
+
+    alike: int
+    span: Span
+
+
+class _Step(NamedTuple):
+    """The move of one of the servers at a place to another span."""
+
+    place: _Place
+    span: Span
+
+
+@dataclass(slots=True)
+class _Layout:
+    """Where the servers are, and what they give.
+
+    Attributes:
+        num_at: The number of servers that may move, by their places.
+        num_placed: The number of all servers, by their kinds and spans.
+        shares: How the throughput differs from block to block, from the first block on.
+        holders: How the number of ready servers differs from block to block.
+    """
+
+    num_at: Counter[_Place]
+    num_placed: Counter[tuple[str, Span]]
+    shares: list[int]
+    holders: list[int]
+
+    def copy(self) -> "_Layout":
+        return _Layout(Counter(self.num_at), Counter(self.num_placed), list(self.shares), list(self.holders))
+
+    def put(self, hosted: HostedSpan, share: int, count: int, num_ready: int) -> None:
+        """Adds `count` servers that give each of their blocks a share."""
+        start, end = hosted.span.start, hosted.span.end
+        self.num_placed[hosted.kind, hosted.span] += count
+        self.shares[start] += count * share
+        self.shares[end] -= count * share
+        self.holders[start] += num_ready
+        self.holders[end] -= num_ready
+
+    def per_block(self) -> list[int]:
+        """Returns the throughput of each block."""
+        return list(accumulate(self.shares[:-1]))
+
+    def num_apart(self) -> int:
+        """Returns the number of pairs that lone servers could make."""
+        num_lone = Counter(kind for (kind, _), count in self.num_placed.items() if kind and count == 1)
+        return sum(count // 2 for count in num_lone.values())
+
+
 def next_move(
     members: Sequence[Member], num_blocks: int, *, min_gain: float, max_layouts: int = MAX_LAYOUTS
 ) -> Move | None:
@@ -68,10 +122,13 @@ def next_move(
 
     Layouts are compared by the number of blocks with a server, then by the pairs that lone servers of one kind could
     still make, then by the throughput of the slowest block. A few servers of unlike lengths count as dividing their
-    time among their blocks as is best (`placement.attainable`), and all others as dividing it evenly.
-    A server is lone while no other one of its kind has the
-    same span. For example, with one server of kind A and one of kind B on each of two spans, an A moves to the other A,
-    and then a B to the other B.
+    time among their blocks as is best (`placement.attainable`), and all others as dividing it evenly. A server is lone
+    while no other one of its kind has the same span. For example, with one server of kind A and one of kind B on each
+    of two spans, an A moves to the other A, and then a B to the other B.
+
+    No server leaves blocks that it alone holds, unless blocks without a server keep all answers from going on anyway,
+    other moves do not change that, and all blocks have a server in the end. For example, of five blocks a holds 1:4,
+    b 0:2, and c, which has no room for the head, 2:3. If a has room for the head and two blocks, it moves to 3:5.
 
     If nothing else changes, repeated moves come to an end, because each one comes closer to the best layout or finds a
     better one. To ensure this, only layouts that are at most two moves away count when there are too many to search
@@ -84,182 +141,127 @@ def next_move(
         max_layouts: The approximate number of layouts to search.
     """
     pool = Pool(members, num_blocks)
-    goal, step = _search(pool, max_layouts)
-    if step is None:
+    present = pool.worth(pool.layout)
+    goal, step = _search(pool, max_layouts, may_interrupt=False)
+    if goal[0] < num_blocks:
+        whole, first = _search(pool, max_layouts, may_interrupt=True)
+        if whole[0] == num_blocks:
+            goal, step = whole, first
+    if step is None or (goal[:2] == present[:2] and goal[2] <= present[2] * (1 + min_gain)):
         return None
-    present = pool.coverage(pool.layout).worth
-    covers = goal[0] > present[0]
-    if goal[:2] == present[:2] and goal[2] <= present[2] * (1 + min_gain):
-        return None
-    index, start = step
-    member = pool.movable[index]
-    return Move(member.server_id, Span(start, start + len(member.hosted.span)), covers)
-
-
-class _Coverage:
-    """What the servers of a layout give.
-
-    Attributes:
-        per_block: The throughput of each block.
-        num_holders: The number of servers that hold each block.
-        num_apart: The number of pairs that lone servers could make.
-        worth: How good the layout is.
-    """
-
-    def __init__(
-        self, per_block: list[int], num_holders: list[int], placed: Counter[tuple[_Group, int]], slowest: int
-    ) -> None:
-        self.per_block = per_block
-        self.num_holders = num_holders
-        self._placed = placed
-        self._lone = Counter(group for (group, _), count in placed.items() if count == 1)
-        self.num_apart = sum(count // 2 for count in self._lone.values())
-        self.worth = _worth(per_block, self.num_apart, slowest)
-
-    def num_apart_after(self, group: _Group, before: int, after: int) -> int:
-        """Returns how many pairs lone servers could make once a server of this group has another start."""
-        if not group[0]:
-            return self.num_apart
-        left, joined = self._placed[group, before], self._placed[group, after]
-        num_lone = self._lone[group] + {1: -1, 2: 1}.get(left, 0) + {0: 1, 1: -1}.get(joined, 0)
-        return self.num_apart + num_lone // 2 - self._lone[group] // 2
+    return Move(pool.first_at[step.place], step.span, covers=goal[0] > present[0])
 
 
 class Pool:
-    """The servers, and the facts that are the same in all layouts."""
+    """The servers, and the facts that are the same in all layouts.
+
+    Attributes:
+        layout: The present one.
+        first_at: The id of one of the servers at each place of the present layout.
+    """
 
     def __init__(self, members: Sequence[Member], num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        fixed = [each for each in members if not (each.is_movable and each.is_ready)]
-        # Equal servers are neighbours in this order.
-        self.movable = sorted(
-            (each for each in members if each.is_movable and each.is_ready),
-            key=lambda each: (each.hosted.kind, *_facts(each, num_blocks), each.server_id),
-        )
-        self.layout: _Layout = tuple(each.hosted.span.start for each in self.movable)
-        self._facts = [_facts(each, num_blocks) for each in self.movable]
-        self._fixed_spans = [each.hosted for each in fixed]
-        self._are_few_and_unlike = are_few_and_unlike([each.hosted for each in members])
-        self._throughput = throughput(self._fixed_spans, num_blocks)
-        ready = [each.hosted.span for each in fixed if each.is_ready]
-        self._num_holders = [sum(span.start <= block < span.end for span in ready) for block in range(num_blocks)]
-        self._groups = [_group(each.hosted) for each in self.movable]
-        self._fixed = Counter((_group(each.hosted), each.hosted.span.start) for each in fixed if each.hosted.kind)
-        equals = groupby(range(len(self.movable)), key=lambda index: (self._groups[index], self._facts[index]))
-        self._equals = [list(group) for _, group in equals]
+        self.layout = _Layout(Counter(), Counter(), [0] * (num_blocks + 1), [0] * (num_blocks + 1))
+        self.first_at: dict[_Place, str] = {}
+        # One of the servers that are alike, and the spans to which they may move; by the number of these servers.
+        self._alike: list[HostedSpan] = []
+        self._spans: list[Sequence[Span]] = []
+        self._fixed: list[HostedSpan] = []
+        self._known: dict[_Place, tuple[HostedSpan, int]] = {}
+        self._are_few_and_unlike = are_few_and_unlike(members, num_blocks)
+        numbers: dict[tuple[HostedSpan, int, WeightMemory], int] = {}
+        for each in sorted(members, key=lambda each: (each.hosted.kind, each.hosted.span, each.server_id)):
+            if not each.may_move:
+                self._fixed.append(each.hosted)
+                self.layout.put(each.hosted, each.hosted.share(num_blocks), 1, int(each.is_ready))
+                continue
+            facts = replace(each.hosted, span=Span(0, 1)), each.capacity, each.memory
+            place = _Place(numbers.setdefault(facts, len(numbers)), each.hosted.span)
+            if place.alike == len(self._alike):
+                self._alike.append(each.hosted)
+                self._spans.append(each.spans(num_blocks))
+            self._put(self.layout, place, 1)
+            self.first_at.setdefault(place, each.server_id)
 
-    def coverage(self, layout: _Layout) -> _Coverage:
-        per_block, num_holders = list(self._throughput), list(self._num_holders)
-        for start, facts in zip(layout, self._facts, strict=True):
-            share = self._share(facts, start)
-            for block in range(start, start + facts[0]):
-                per_block[block] += share
-                num_holders[block] += 1
-        placed = self._fixed + Counter(each for each in zip(self._groups, layout, strict=True) if each[0][0])
-        return _Coverage(per_block, num_holders, placed, self._slowest(per_block, layout))
+    def worth(self, layout: _Layout) -> _Worth:
+        per_block = layout.per_block()
+        slowest = min(per_block)
+        if not self._are_few_and_unlike or not slowest:
+            return self.num_blocks - per_block.count(0), -layout.num_apart(), slowest, slowest
+        moved = [self._at(place)[0] for place, count in layout.num_at.items() for _ in range(count)]
+        best = attainable([*self._fixed, *moved], self.num_blocks)
+        return self.num_blocks, -layout.num_apart(), best, slowest
 
-    def steps(self, layout: _Layout, num_holders: Sequence[int]) -> Iterator[_Step]:
-        """Yields all moves that take away no block's only server; of equal servers, the first one moves."""
-        seen = set()
-        for index, (start, group, facts) in enumerate(zip(layout, self._groups, self._facts, strict=True)):
-            length, *_, memory = facts
-            if (start, group, facts) not in seen and min(num_holders[start : start + length]) > 1:
-                seen.add((start, group, facts))
-                for other in range(self.num_blocks - length + 1):
-                    if other != start and memory.holds(Span(other, other + length), self.num_blocks):
-                        yield index, other
+    def steps(self, layout: _Layout, *, may_interrupt: bool) -> Iterator[_Step]:
+        """Yields the moves of a layout.
 
-    def helps(self, layout: _Layout, coverage: _Coverage, step: _Step) -> bool:
+        Args:
+            may_interrupt: Whether servers may leave blocks that they alone hold while other blocks have no server.
+        """
+        num_holders = list(accumulate(layout.holders[:-1]))
+        may_leave = may_interrupt and not min(layout.per_block())
+        for place in layout.num_at:
+            if may_leave or min(num_holders[place.span.start : place.span.end]) > 1:
+                yield from (_Step(place, span) for span in self._spans[place.alike] if span != place.span)
+
+    def helps(self, layout: _Layout, step: _Step) -> bool:
         """The move makes a pair, or one of the slowest blocks faster."""
-        index, start = step
-        if coverage.num_apart_after(self._groups[index], layout[index], start) < coverage.num_apart:
-            return True
-        return min(coverage.per_block[start : start + self._facts[index][0]]) == min(coverage.per_block)
+        kind, per_block = self._alike[step.place.alike].kind, layout.per_block()
+        makes_pair = bool(kind) and layout.num_placed[kind, step.span] == 1
+        return makes_pair or min(per_block[step.span.start : step.span.end]) == min(per_block)
 
-    def worth_after(self, layout: _Layout, coverage: _Coverage, step: _Step) -> _Worth:
-        index, start = step
-        facts = self._facts[index]
-        after = list(coverage.per_block)
-        for block in range(layout[index], layout[index] + facts[0]):
-            after[block] -= self._share(facts, layout[index])
-        for block in range(start, start + facts[0]):
-            after[block] += self._share(facts, start)
-        slowest = self._slowest(after, (*layout[:index], start, *layout[index + 1 :]))
-        return _worth(after, coverage.num_apart_after(self._groups[index], layout[index], start), slowest)
+    def after(self, layout: _Layout, step: _Step) -> _Layout:
+        after = layout.copy()
+        self._put(after, step.place, -1)
+        self._put(after, _Place(step.place.alike, step.span), 1)
+        return after
 
-    def _slowest(self, per_block: list[int], layout: _Layout) -> int:
-        """Returns the throughput of the slowest block of a layout, whose shares give each block `per_block`."""
-        if not self._are_few_and_unlike or not min(per_block):
-            return min(per_block)
-        moved = [
-            replace(each.hosted, span=Span(start, start + len(each.hosted.span)))
-            for each, start in zip(self.movable, layout, strict=True)
-        ]
-        return attainable([*self._fixed_spans, *moved], self.num_blocks)
+    def _put(self, layout: _Layout, place: _Place, count: int) -> None:
+        layout.put(*self._at(place), count, count)
+        layout.num_at[place] += count
+        if not layout.num_at[place]:
+            del layout.num_at[place]
 
-    def _share(self, facts: _Facts, start: int) -> int:
-        length, within, at_end, _ = facts
-        return at_end if start + length == self.num_blocks else within
-
-    def key(self, layout: _Layout) -> _Layout:
-        """Returns a key that is the same for layouts that differ only by an exchange of equal servers."""
-        return tuple(start for group in self._equals for start in sorted(layout[index] for index in group))
+    def _at(self, place: _Place) -> tuple[HostedSpan, int]:
+        """Returns a server at a place, and the throughput that it gives each of its blocks."""
+        if place not in self._known:
+            hosted = replace(self._alike[place.alike], span=place.span)
+            self._known[place] = hosted, hosted.share(self.num_blocks)
+        return self._known[place]
 
 
-def are_few_and_unlike(servers: Sequence[HostedSpan]) -> bool:
-    """Whether a few servers hold unlike numbers of blocks, so that one of few blocks can relieve one of many."""
-    lengths = [len(each.span) for each in servers]
-    return 0 < len(servers) <= FEW and max(lengths) > UNLIKE * min(lengths)
+def are_few_and_unlike(members: Sequence[Member], num_blocks: int) -> bool:
+    """Whether a few servers may hold unlike numbers of blocks, so that one of few blocks can relieve one of many."""
+    if len(members) > FEW:
+        return False
+    lengths = [len(span) for each in members for span in each.spans(num_blocks)]
+    return max(lengths, default=0) > UNLIKE * min(lengths, default=0)
 
 
-def _facts(member: Member, num_blocks: int) -> _Facts:
-    hosted = member.hosted
-    length = len(hosted.span)
-    # This is the share of a span that does not reach the model's end, wherever the span lies now.
-    within = share_at(Span(0, length), num_blocks + 1, hosted.speed, hosted.head_blocks)
-    at_end = share_at(Span(num_blocks - length, num_blocks), num_blocks, hosted.speed, hosted.head_blocks)
-    return length, within, at_end, member.memory
-
-
-def _group(hosted: HostedSpan) -> _Group:
-    return hosted.kind, len(hosted.span)
-
-
-def _worth(per_block: list[int], num_apart: int, slowest: int) -> _Worth:
-    return len(per_block) - per_block.count(0), -num_apart, slowest, min(per_block)
-
-
-def _search(pool: Pool, max_layouts: int) -> tuple[_Worth, _Step | None]:
+def _search(pool: Pool, max_layouts: int, *, may_interrupt: bool) -> tuple[_Worth, _Step | None]:
     """Returns the best layout's worth, and the first step of a shortest way there; None: it is the present one."""
-    coverage = pool.coverage(pool.layout)
-    best: tuple[_Worth, _Step | None] = (coverage.worth, None)
-    if len(list(islice(pool.steps(pool.layout, coverage.num_holders), max_layouts + 1))) > max_layouts:
-        steps = pool.steps(pool.layout, coverage.num_holders)
-        helpful = (step for step in steps if pool.helps(pool.layout, coverage, step))
-        for step in islice(helpful, max_layouts):
-            best = max(best, (pool.worth_after(pool.layout, coverage, step), step), key=lambda each: each[0])
+    best: tuple[_Worth, _Step | None] = (pool.worth(pool.layout), None)
+    if len(list(islice(pool.steps(pool.layout, may_interrupt=may_interrupt), max_layouts + 1))) > max_layouts:
+        steps = pool.steps(pool.layout, may_interrupt=may_interrupt)
+        for step in islice((step for step in steps if pool.helps(pool.layout, step)), max_layouts):
+            best = max(best, (pool.worth(pool.after(pool.layout, step)), step), key=lambda each: each[0])
         return best
     best_near = best
-    seen = {pool.key(pool.layout)}
-    frontier: list[tuple[_Layout, _Step | None]] = [(pool.layout, None)]
-    depth = 0
-    while frontier:
-        depth += 1
-        following: list[tuple[_Layout, _Step | None]] = []
-        for layout, first in frontier:
-            if depth > 1 and len(seen) >= max_layouts:
-                return best_near
-            coverage = pool.coverage(layout)
-            for step in pool.steps(layout, coverage.num_holders):
-                index, start = step
-                other = (*layout[:index], start, *layout[index + 1 :])
-                if (key := pool.key(other)) in seen:
-                    continue
-                seen.add(key)
-                following.append((other, first or step))
-                if (worth := pool.worth_after(layout, coverage, step)) > best[0]:
-                    best = (worth, first or step)
-                    if depth <= 2:
-                        best_near = best
-        frontier = following
+    seen = {frozenset(pool.layout.num_at.items())}
+    waiting = deque([(pool.layout, best[1], 1)])
+    while waiting:
+        layout, first, depth = waiting.popleft()
+        if depth > 1 and len(seen) >= max_layouts:
+            return best_near
+        for step in pool.steps(layout, may_interrupt=may_interrupt):
+            after = pool.after(layout, step)
+            if (key := frozenset(after.num_at.items())) in seen:
+                continue
+            seen.add(key)
+            waiting.append((after, first or step, depth + 1))
+            if (worth := pool.worth(after)) > best[0]:
+                best = (worth, first or step)
+                if depth <= 2:
+                    best_near = best
     return best

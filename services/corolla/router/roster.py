@@ -69,9 +69,10 @@ class Roster:
             if each.state == pb.SERVER_STATE_DRAINING:
                 continue
             hosted = _hosted(each, steady(speeds[each.server.server_id]))
+            server = each.server
             member = Member(
-                each.server.server_id, hosted, each.server.movable, memory_of(each.server), _is_ready(each)
-            )  # fmt: skip
+                server.server_id, hosted, server.movable, server.capacity_blocks, memory_of(server), _is_ready(each)
+            )
             groups.setdefault(each.server.fingerprint, []).append(member)
         return groups
 

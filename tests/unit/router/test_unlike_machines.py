@@ -48,7 +48,7 @@ def placed(machines: Sequence[Machine]) -> list[HostedSpan]:
     members: list[Member] = []
     for number, each in enumerate(machines):
         span = choose_span([member.hosted for member in members], NUM_BLOCKS, each.capacity, each.speed)
-        members.append(Member(str(number), HostedSpan(span, each.speed), is_movable=True))
+        members.append(Member(str(number), HostedSpan(span, each.speed), is_movable=True, capacity=each.capacity))
     while (move := next_move(members, NUM_BLOCKS, min_gain=MIN_GAIN)) is not None:
         number = int(move.server_id)
         members[number] = replace(members[number], hosted=replace(members[number].hosted, span=move.span))
