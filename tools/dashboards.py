@@ -185,8 +185,9 @@ RECOVERY: Final = (
           "them again.", "short", (
         (gauge("corolla_standby_lag_tokens", "instance", "max"), "{{instance}}"),
     )),
-    Panel("Copied to standbys", "Keys and values of sessions, in bytes per second.", "Bps", (
+    Panel("Copied to standbys", "Keys, values and states of sessions, in bytes per second.", "Bps", (
         (rate("corolla_standby_bytes_total", "direction"), "{{direction}}"),
+        (rate("corolla_standby_state_bytes_total"), "states among out"),
     )),
     Panel("Where tokens came from", "Tokens per second that block servers found, or had to compute, recoveries "
           "included.", "short", (
