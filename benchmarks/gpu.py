@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --suite --size 8b --streams 1 8 32 64 --rounds 3
     python -m benchmarks.gpu --suite --size 8b --parts hops company       # some parts of it
     python -m benchmarks.gpu --suite --size 8b --scratch /dev/shm         # with the checkpoint in memory
-    python -m benchmarks.gpu --products --rounds 3                        # 1 and 8 rows by each tile of 4 bits
+    python -m benchmarks.gpu --products --rounds 3                        # 1 and 8 rows by layouts of 4 bits
     python -m benchmarks.gpu --device cpu --size tiny --dtype float32     # only shows that it runs
 
 The model is a Llama of usual shape with random bfloat16 weights, made on the spot. To give one token, a device reads
@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", action="store_true", help="what callers see, each figure beside its goal for 8B")
     parser.add_argument(
         "--products", nargs="?", const="four-bits", choices=["all", "four-bits"],
-        help="1 and 8 rows by each tile of packed layouts, no servers",
+        help="1 and 8 rows by packed layouts, no servers",
     )  # fmt: skip
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="of the suite")
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8000], help="of the suite's first tokens")

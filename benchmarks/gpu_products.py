@@ -1,4 +1,4 @@
-"""One product of 1 and 8 rows by layouts of packed weights and every tile, on a GPU."""
+"""One product of 1 and 8 rows by layouts of packed weights, on a GPU."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ _NUM_ROWS: Final = (1, 8)
 def products(
     device: str, dtype: torch.dtype, rounds: int, bandwidth: float, *, in_four_bits: bool = False
 ) -> Iterator[Figure]:
-    """Microseconds of a product, for each shape: plain weights first, then each layout with each tile.
+    """Microseconds of a product, for each shape: plain weights first, then each layout.
 
     Args:
         device: a CUDA device; a CPU rehearses with Triton's interpreter, whose products have no fixed order.
@@ -76,7 +76,7 @@ def _of_layout(
     layout: Layout, shape: str, rows: Tensor, num_outputs: int, rounds: int, bandwidth: float
 ) -> Iterator[Figure]:
     from corolla.kernels.triton.launches import multiply
-    from corolla.kernels.triton.packed_launches import PanelViews, Tile, candidates, expand_packed, multiply_packed
+    from corolla.kernels.triton.packed_launches import PanelViews, expand_packed, multiply_packed
 
     device = str(rows.device)
     panels = _drawn_panels(layout, num_outputs, rows.shape[1]).to(device)
@@ -85,18 +85,14 @@ def _of_layout(
     yield figure(f"{shape}, {layout.name}, the memory allows", "us", [panels.nbytes / bandwidth * 1e6])
     expanded = multiply(rows, expand_packed(layout, torch.arange(num_outputs, device=device), panels, rows.dtype))
 
-    def multiplied(count: int, tile: Tile, of: PanelViews) -> Tensor:
-        return multiply_packed(layout, rows[:count], of, num_outputs, tile=tile)
+    def multiplied(count: int, of: PanelViews) -> Tensor:
+        return multiply_packed(layout, rows[:count], of, num_outputs)
 
     for count in _NUM_ROWS:
-        for tile in candidates(layout, rows.dtype):
-            way = f"{tile.width} outputs by {tile.units} units, {tile.warps} warps"
-            way += f", in pairs, {tile.stages} stages" if tile.in_pairs else ""
-            name = f"{shape}, rows {count}, {layout.name}, {way}"
-            product = partial(multiplied, count, tile)
-            yield figure(name, "us", _microseconds(product, views, rounds))
-            if not torch.equal(product(views[0]), expanded[:count]):
-                yield Figure(f"{name}: bits", "", Spread(0, 0, 0), error="they differ from those of expanded weights")
+        name, product = f"{shape}, rows {count}, {layout.name}", partial(multiplied, count)
+        yield figure(name, "us", _microseconds(product, views, rounds))
+        if not torch.equal(product(views[0]), expanded[:count]):
+            yield Figure(f"{name}: bits", "", Spread(0, 0, 0), error="they differ from those of expanded weights")
 
 
 def _drawn_panels(layout: Layout, num_outputs: int, num_inputs: int) -> Tensor:

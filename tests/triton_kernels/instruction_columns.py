@@ -21,7 +21,7 @@ from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
 from corolla.kernels.triton.expert_launches import ChosenExperts, multiply_packed_experts
 from corolla.kernels.triton.launches import attend, multiply, row_counts
-from corolla.kernels.triton.packed_launches import Tile, candidates, multiply_packed
+from corolla.kernels.triton.packed_launches import multiply_packed
 
 NUM_OUTPUTS, NUM_COLUMNS = 64, 512
 # A round has twice as many or more; the results of a tile are fewer.
@@ -51,14 +51,6 @@ def columns_of(layout: Layout, arch: int) -> tuple[set[str], int]:
     of_experts = text_of(lambda: multiply_packed_experts(layout, rows, panels, NUM_OUTPUTS // 2, chosen), arch)
     assert _columns_in(of_experts) == of_layer, layout.name
     return of_layer
-
-
-def columns_of_tile(layout: Layout, tile: Tile, arch: int) -> tuple[set[str], int]:
-    """What the product of a layer has by a tile that unpacks two numbers at a time."""
-    shape = NUM_OUTPUTS // 16, NUM_COLUMNS // layout.block_weights, layout.block_bytes
-    panels = torch.empty(shape, dtype=torch.uint8, device="meta")
-    rows = torch.empty(1, NUM_COLUMNS, dtype=torch.bfloat16, device="meta")
-    return _columns_in(text_of(lambda: multiply_packed(layout, rows, panels, NUM_OUTPUTS, tile=tile), arch))
 
 
 def _columns_in(text: str) -> tuple[set[str], int]:
@@ -110,10 +102,6 @@ if __name__ == "__main__":
     for each in (*LAYOUTS.values(), *filter(None, GROUPS)):
         widths, exchanges = columns_of(each, 90)
         sys.stdout.write(f"{each.name}: {' '.join(widths)} {exchanges}\n")
-        for tile in candidates(each, torch.bfloat16):
-            if tile.in_pairs:
-                widths, exchanges = columns_of_tile(each, tile, 90)
-                sys.stdout.write(f"{each.name} by {tile}: {' '.join(widths)} {exchanges}\n")
     for dtype in (torch.bfloat16, torch.float16):
         sys.stdout.write(f"instructions for {dtype}: {', '.join(instructions_of_products(dtype, 100))}\n")
     for name in CODECS:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from corolla.kernels.layouts import LAYOUTS, Scale, group_layout
+from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton import compilation
 from corolla.kernels.triton.expert_launches import ChosenExperts, multiply_packed_experts
 from corolla.kernels.triton.launches import attend, multiply
-from corolla.kernels.triton.packed_launches import PAIRS, multiply_packed
+from corolla.kernels.triton.packed_launches import multiply_packed
 from tests.triton_kernels import PACKAGES
 
 ARCH: Final = min(compilation.SHARED_MEMORY, key=lambda arch: compilation.SHARED_MEMORY[arch])
@@ -58,14 +58,6 @@ def multiply_all(dtype: torch.dtype) -> None:
         multiply_packed_experts(layout, rows, panels, 4096, ChosenExperts(rows[:, :1], *integers))
 
 
-def multiply_in_pairs() -> None:
-    layout = group_layout(128, Scale.FLOAT16, has_zeros=True)
-    assert layout is not None
-    panels = empty(256, 32, layout.block_bytes, dtype=torch.uint8)
-    for tile in PAIRS:
-        multiply_packed(layout, empty(1, 4096, dtype=torch.bfloat16), panels, 4096, tile=tile)
-
-
 def spilled_bytes(code: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
@@ -88,4 +80,3 @@ if __name__ == "__main__":
             for size in (96, 128, 256):
                 attend_by(size, each)
             multiply_all(each)
-        multiply_in_pairs()

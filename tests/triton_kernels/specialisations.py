@@ -24,8 +24,7 @@ from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.repacking import empty_panels
 from corolla.kernels.triton import expert_launches, launches, packed_code
 from corolla.kernels.triton.device_code import add_rms_norm
-from corolla.kernels.triton.kept_tiles import keep_tile, kept_tile
-from corolla.kernels.triton.packed_launches import expand_packed, usual_tile
+from corolla.kernels.triton.packed_launches import expand_packed
 from corolla.kernels.triton.variants import Variant, described, variant
 from corolla.models import linear, span_model
 from corolla.models.adapters.loading import load_adapter
@@ -162,19 +161,19 @@ def test_packed_products_of_every_size_are_compiled_at_start(
     keys: Keys, num_outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A layer on a GPU does this.
-    monkeypatch.setattr(PackedLinear, "forward", lambda layer, rows: layer.with_tile(rows, layer.tile))
+    monkeypatch.setattr(PackedLinear, "forward", PackedLinear.on_gpu)
     layout = LAYOUTS["Q6_K"]
     layer = PackedLinear(256, num_outputs, layout)
     layer.panels = empty_panels(num_outputs, 256, layout).fill_(0x11)
     keys.runs = False
     for dtype in (torch.float16, torch.float32):
-        failed_trial(layer, dtype, usual_tile(num_outputs))
+        failed_trial(layer, dtype)
     ids = torch.zeros(400, dtype=torch.int64)
     expand_packed(layout, ids[:1], layer.panels, torch.float16)
     known = set(keys.found)
     for size in SIZES:
         for dtype in (torch.float16, torch.float32):
-            layer.with_tile(torch.zeros(size, 256, dtype=dtype), None)
+            layer.on_gpu(torch.zeros(size, 256, dtype=dtype))
         # An address that 16 does not divide.
         expand_packed(layout, ids[1 : 1 + size], layer.panels, torch.float16)
     assert keys.found - known == set()
@@ -204,16 +203,3 @@ def test_launches_of_one_kind_have_one_key_in_triton(keys: Keys) -> None:
     assert {len(found) for found in kinds.values()} == {1}
     # Each dtype, a float, None, and three kinds of whole numbers, at each place.
     assert len(kinds) == 2 + (8 + 7) * 7
-
-
-def test_the_tile_that_won_is_kept_with_the_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert kept_tile("a device and a shape", "abc") is None
-    keep_tile("a device and a shape", 2)
-    assert kept_tile("a device and a shape", "abc") == "c"
-    assert kept_tile("a device and a shape", "ab") is None, "it is no candidate any more"
-    assert kept_tile("another shape", "abc") is None
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
-    keep_tile("a device and a shape", 1)
-    assert kept_tile("a device and a shape", "abc") is None

@@ -24,7 +24,6 @@ from corolla.models.checkpoint import Checkpoint
 from corolla.models.families import key_shapes, pageless_layers, recurrent_layers
 from corolla.models.invariant import InvariantProduct, triton_product
 from corolla.models.mixtures import Mixture
-from corolla.models.packed.modules import PackedExpertWeights, PackedLinear
 from corolla.models.span_model import SpanModel, empty_span
 from corolla.wire.span import Span
 
@@ -68,7 +67,6 @@ def build_kernels(
     for arch in archs:
         with compiling(arch) as compilation:
             _run(model, blocks, checkpoint, dtype, page_tokens, kv_cache_dtype)
-            _try_tiles(model.packed_layers, dtype)
         yield compilation
 
 
@@ -139,16 +137,6 @@ def _run(
                 states = StateRows(sources, sources, first_tokens, integers[:num_rows])
             step = PackedStep((), positions, 1, batch, None if model.fused is None else adapters, states)
             blocks.forward(step, hidden, range(blocks.num_layers))
-
-
-def _try_tiles(layers: Sequence[PackedLinear | PackedExpertWeights], dtype: torch.dtype) -> None:
-    """Launches the tiles among which a start measures."""
-    from corolla.kernels.triton.packed_launches import candidates
-
-    linears = [layer for layer in layers if isinstance(layer, PackedLinear)]
-    for layer in linears:
-        for tile in candidates(layer.layout, dtype):
-            layer.with_tile(torch.empty(1, layer.in_features, dtype=dtype, device=_META), tile)
 
 
 def _tokens_of_mixtures(model: SpanModel, row_counts: Sequence[int]) -> Iterator[int]:

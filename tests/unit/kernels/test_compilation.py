@@ -67,7 +67,6 @@ def test_kernels_fit_into_the_smallest_gpu(tmp_path: Path) -> None:
     found = [line.split() for line in printed(tmp_path, "tests.triton_kernels.resources")]
     assert {name for name, *_ in found} == {
         "attend_chunks", "attend_pages", "merge_pages", "multiply", "multiply_packed", "multiply_packed_experts",
-        "multiply_pairs",
     }  # fmt: skip
     assert max(int(shared) for _, shared, _ in found) <= min(SHARED_MEMORY.values())
     assert max(int(spilled) for *_, spilled in found) <= MOST_SPILLED_BYTES
@@ -83,7 +82,6 @@ def test_a_product_with_packed_weights_takes_columns_as_one_with_expanded_weight
     dtypes = ("torch.bfloat16", "torch.float16")
     assert {found.pop(f"instructions for {dtype}") for dtype in dtypes} == {"versionMajor = 2"}
     assert found.keys() >= {"Q4_0", "Q8_0", "Q6_K", "E4M3 of 128, float32"}
-    assert {"in_pairs=True" in name for name in found} == {True, False}
     assert set(found.values()) == {"2 0"}
 
 
@@ -97,9 +95,8 @@ def test_kernels_of_packed_weights_are_compiled(tmp_path: Path, quantization: st
     cache = tmp_path / "cache"
     done = build(cache, "--model", str(folder), "--arch", "90", "--quantization", quantization)
     assert done.returncode == 0, done.stderr
-    # The tiles of four heights, and those among which a start chooses.
-    assert len(list(cache.rglob("multiply_packed.cubin"))) >= 3 + 4
-    assert len(list(cache.rglob("multiply_pairs.cubin"))) >= (4 if quantization == "packed" else 0)
+    # The tiles of four heights.
+    assert len(list(cache.rglob("multiply_packed.cubin"))) >= 4
     # Gate and up, and down, in four heights.
     assert len(list(cache.rglob("multiply_packed_experts.cubin"))) == (2 * 4 if quantization == "packed" else 0)
 

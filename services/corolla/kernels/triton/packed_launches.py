@@ -2,13 +2,13 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
 from corolla.kernels.layouts import UNIT, Layout, Scale
-from corolla.kernels.triton import launches, packed_code, pair_code
+from corolla.kernels.triton import launches, packed_code
 from corolla.kernels.triton.launches import precision
 from corolla.kernels.triton.variants import variant
 
@@ -27,28 +27,17 @@ class Tile:
         width: how many outputs.
         units: how many units of columns are multiplied in one round; a power of 2.
         warps: how many warps compute it.
-        in_pairs: whether `pair_code` computes it; see `candidates`.
-        stages: how many rounds are loaded at a time, the one that is computed included.
     """
 
     height: int
     width: int
     units: int
     warps: int
-    in_pairs: bool = False
-    stages: int = 3
 
 
-FEW_ROWS: Final = 16
-"""Calls of up to so many rows take one of `CANDIDATES`."""
-CANDIDATES: Final = (Tile(16, 64, 8, 4), Tile(16, 32, 8, 4), Tile(16, 32, 8, 2), Tile(16, 64, 4, 4))
-"""Tiles of few rows in half precision for every layout, which a GPU has run."""
-PAIRS: Final = (
-    Tile(16, 32, 8, 4, in_pairs=True), Tile(16, 32, 8, 4, in_pairs=True, stages=5),
-    Tile(16, 64, 8, 4, in_pairs=True), Tile(16, 128, 4, 4, in_pairs=True),
-)  # fmt: skip
-"""Tiles that unpack two numbers at a time, for the layouts that `candidates` gives them to."""
-# Tiles of calls of up to so many rows.
+# Tiles of calls of up to so many rows, in half precision; of few rows, a wide one and a narrow one.
+_FEW_ROWS: Final = 16
+_TILES_OF_FEW: Final = (Tile(16, 64, 8, 4), Tile(16, 32, 8, 4))
 _TILES: Final = ((32, Tile(32, 64, 4, 4)), (64, Tile(64, 64, 4, 4)))
 _LARGEST_TILE: Final = Tile(128, 128, 2, 8)
 # Products of float32 take registers for a round's columns of a tile, so a round has one unit, and there is no choice.
@@ -67,7 +56,7 @@ def multiply_packed(
     num_outputs: int,
     bias: Tensor | None = None,
     order: Tensor | None = None,
-    tile: Tile | None = None,
+    tiled_outputs: int = 0,
 ) -> Tensor:
     """Computes `rows W^T + b` so that no row depends on the others. Sums are float32.
 
@@ -78,7 +67,7 @@ def multiply_packed(
         num_outputs: how many rows the matrix has; the panels may have more.
         bias: `[num_outputs]` in any of these dtypes; None: there is none.
         order: int32 `[in]`, see `Panels`, or None.
-        tile: one of `candidates`, for few rows in half precision; None: one is chosen by the number of outputs.
+        tiled_outputs: for how many outputs the tile is chosen; 0: for `num_outputs`.
 
     Returns:
         `[R, num_outputs]` in the dtype of the rows.
@@ -92,15 +81,11 @@ def multiply_packed(
     out = rows.new_empty(num_rows, num_outputs)
     if not num_rows:
         return out
-    tile = tile_of(num_rows, num_outputs, rows.dtype, tile)
-    # A warp has 8 outputs or several times as many, which lie side by side.
-    special: dict[str, Any] = {"SIDE": max(1, tile.width // (8 * tile.warps))}
-    if not tile.in_pairs:
-        special = {"GROUP": 8, "PRECISION": precision(rows.dtype)}
+    tile = tile_of(num_rows, tiled_outputs or num_outputs, rows.dtype)
     product = variant(
-        pair_code.multiply_pairs if tile.in_pairs else packed_code.multiply_packed, layout=layout,
-        HAS_BIAS=bias is not None, COUNT=units_of_round(num_blocks * layout.units, tile.units), HEIGHT=tile.height,
-        WIDTH=tile.width, **special, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        packed_code.multiply_packed, layout=layout, HAS_BIAS=bias is not None,
+        COUNT=units_of_round(num_blocks * layout.units, tile.units), HEIGHT=tile.height, WIDTH=tile.width, GROUP=8,
+        PRECISION=precision(rows.dtype), num_warps=tile.warps, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     launches.launch(
         product, (-(-num_rows // tile.height) * -(-num_outputs // tile.width),), rows, views.words, views.scales,
@@ -137,30 +122,12 @@ def expand_packed(layout: Layout, row_ids: Tensor, panels: Tensor, dtype: torch.
     return rows
 
 
-def candidates(layout: Layout, dtype: torch.dtype) -> tuple[Tile, ...]:
-    """The tiles of few rows among which measurements on the device choose; rows in float32 have no choice.
-
-    Two numbers are unpacked at a time where they have four bits, no minimum is added to weights, which would round them
-    twice, and the dtype has a scale's range: then the weights keep their bits.
-    """
-    if dtype == torch.float32:
-        return ()
-    scales = (Scale.FLOAT16, Scale.BFLOAT16) if dtype == torch.bfloat16 else (Scale.FLOAT16,)
-    is_plain = layout.bits == 4 and not (layout.is_float or layout.has_minimum or layout.has_sub_scales)
-    return CANDIDATES + (PAIRS if is_plain and layout.scale in scales else ())
-
-
-def usual_tile(num_outputs: int) -> Tile:
-    """The tile of few rows for weights with so many outputs where nothing was measured."""
-    return CANDIDATES[0 if num_outputs >= _PROGRAMS * CANDIDATES[0].width else 1]
-
-
-def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype, of_few_rows: Tile | None = None) -> Tile:
-    """The tile of a product; no bit depends on it. `of_few_rows` is taken for few rows in half precision."""
+def tile_of(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Tile:
+    """The tile of a product; no bit depends on it."""
     if dtype == torch.float32:
         return next((tile for most, tile in _FLOAT32_TILES if num_rows <= most), _LARGEST_FLOAT32_TILE)
-    if num_rows <= FEW_ROWS:
-        return of_few_rows or usual_tile(num_outputs)
+    if num_rows <= _FEW_ROWS:
+        return _TILES_OF_FEW[num_outputs < _PROGRAMS * _TILES_OF_FEW[0].width]
     return next((tile for most, tile in _TILES if num_rows <= most), _LARGEST_TILE)
 
 
@@ -206,13 +173,12 @@ class PanelViews:
 
 @functools.cache
 def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
-    """The table of `packed_code` and `pair_code`, int32 `[56]`: turns to the left that bring codes to their places.
+    """The table of `packed_code`, int32 `[46]`: turns to the left that bring codes to their places.
 
     Codes become the highest bits of a float32's fraction, or of the whole float32 where they are floats. There are 8
     numbers for the columns of a word of low bits, or 4 for the bytes of a word, then 32 for the columns of a word of
     high bits, then 4 for bytes that become the highest.
-    All bits of the next two numbers are set. Then `pair_code` has a selector of a byte for each column of a word, and
-    the turns to the right that bring each half of a word to its lowest bits.
+    All bits of the last two numbers are set.
     """
     lowest = 23 - bits
     high = max(1, bits - 4)
@@ -221,5 +187,4 @@ def _turns(bits: int, is_float: bool, device: torch.device) -> Tensor:
         low = [(28 if is_float else lowest) - 4 * column for column in range(8)]
     turns = [*low, *(lowest + 4 - high * column for column in range(UNIT)), *(24 - 8 * byte for byte in range(4))]
     with torch.inference_mode(False):
-        pairs = [*(0x4440 | column // 2 for column in range(8)), 0, 16]
-        return torch.tensor([*(turn % 32 for turn in turns), -1, -1, *pairs], dtype=torch.int32, device=device)
+        return torch.tensor([*(turn % 32 for turn in turns), -1, -1], dtype=torch.int32, device=device)

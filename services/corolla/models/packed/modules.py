@@ -22,7 +22,7 @@ from corolla.models.whole_vectors import in_whole_vectors
 
 if TYPE_CHECKING:
     from corolla.kernels.triton.expert_launches import ChosenExperts
-    from corolla.kernels.triton.packed_launches import PanelViews, Tile
+    from corolla.kernels.triton.packed_launches import PanelViews
 
 # Expanding takes many times the memory of so many panels.
 _PANELS_AT_ONCE: Final = 32
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
     Attributes:
         panels: uint8 `[panels, blocks, bytes of a block]`, see `repack`; None until they are read.
         order: int32 `[in]` or None, see `Panels`.
-        tile: see `multiply_packed`.
+        tiled_outputs: see `multiply_packed`.
         expanded: `[out, in]` in the rows' dtype, on a GPU whose kernel fails; then there are no panels. None otherwise.
     """
 
@@ -61,7 +61,7 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.register_buffer("panels", None, persistent=False)
         self.register_buffer("order", None, persistent=False)
-        self.tile: Tile | None = None
+        self.tiled_outputs = out_features
         self.register_buffer("expanded", None, persistent=False)
         self._views: PanelViews | None = None
 
@@ -103,24 +103,19 @@ class PackedLinear(nn.Module):
         panels = cast(Tensor, self.panels)
         if panels.device.type == "cpu":
             return multiplied(self.layout, rows, panels, self.out_features, self.bias, self.order)
-        return self.with_tile(rows, self.tile)
+        return self.on_gpu(rows)
 
-    def with_tile(self, rows: Tensor, tile: "Tile | None") -> Tensor:
-        """Does what `forward` does, on a GPU, by a tile of `multiply_packed`.
-
-        Args:
-            rows: `[..., in]`.
-
-        Returns:
-            `[..., out]` in the same dtype.
-        """
+    def on_gpu(self, rows: Tensor) -> Tensor:
+        """Does what `forward` does with panels on a GPU: `[..., in]` becomes `[..., out]` in the same dtype."""
         from corolla.kernels.triton.packed_launches import PanelViews, multiply_packed
 
         panels = cast(Tensor, self.panels)
         if self._views is None or self._views.panels is not panels:
             self._views = PanelViews.from_panels(panels, self.layout)
         flat = rows.reshape(-1, self.in_features)
-        product = multiply_packed(self.layout, flat, self._views, self.out_features, self.bias, self.order, tile)
+        product = multiply_packed(
+            self.layout, flat, self._views, self.out_features, self.bias, self.order, self.tiled_outputs
+        )
         return product.view(*rows.shape[:-1], self.out_features)
 
     def expand(self, dtype: torch.dtype) -> None:

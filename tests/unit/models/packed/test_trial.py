@@ -8,7 +8,7 @@ from corolla.kernels.layouts import LAYOUTS
 from corolla.kernels.products import multiplied
 from corolla.models.packed import modules
 from corolla.models.packed.modules import PackedLinear
-from corolla.models.packed.trial import choose_packed_products, failed_trial, fastest_tile
+from corolla.models.packed.trial import choose_packed_products, failed_trial
 
 
 def layer_of(name: str, order: Tensor | None = None) -> PackedLinear:
@@ -43,20 +43,3 @@ def test_a_product_that_fails_or_depends_on_the_batch_gives_way_to_expanded_weig
     assert [layer.panels for layer in layers] == [None, None]
     for layer, output in zip(layers, expected, strict=True):
         torch.testing.assert_close(layer(rows), output, rtol=1e-5, atol=1e-5)
-
-
-def test_the_fastest_tile_with_the_usual_bits_is_taken() -> None:
-    bits = {"usual": 1.0, "other bits": 2.0, "faster": 1.0}
-    times = {"usual": 5.0, "other bits": 1.0, "faster": 3.0}
-
-    def multiply(tile: str) -> Tensor:
-        if tile == "refused":
-            raise NotImplementedError("no such instruction\nmore lines")
-        return torch.tensor(bits[tile])
-
-    def chosen() -> str:
-        return fastest_tile("usual", ["usual", "other bits", "refused", "faster"], multiply, times.__getitem__)
-
-    assert chosen() == "faster"
-    times["faster"] = 4.95
-    assert chosen() == "usual"
