@@ -412,14 +412,10 @@ def _failed_trial(layer: FusedLayer, dtype: torch.dtype, store: KVStore) -> str 
 
     Attention gives a single token other bits than a chunk, so all cuts are near the modules' outputs, and no more.
     """
-    page_tokens = store.pool.page_tokens
-    trial = LayerTrial(
-        layer,
-        lambda part, own: CompiledBlocks(part, own, dtype, AdapterStacks()),
-        CompiledAttention(),
-        page_tokens,
-        dtype,
-    )
+    trial = LayerTrial.of_fused(
+        layer, lambda part, own: CompiledBlocks(part, own, dtype, AdapterStacks()), CompiledAttention(),
+        store.pool.page_tokens, dtype,
+    )  # fmt: skip
     for cut in trial.cuts:
         if (failure := try_kernel(trial.run, (cut,), trial.error, _TOLERANCES[dtype]).failure) is not None:
             return failure

@@ -22,8 +22,8 @@ from corolla.cache.store import KVStore
 from corolla.compute.attention.base import AttentionBackend, AttentionShape
 from corolla.compute.attention.latents import shapes_of_latents
 from corolla.compute.attention.paged_triton import PagedTriton
-from corolla.compute.base import Blocks, PackedStep, RecordableBlocks, RowWork
-from corolla.compute.layer_trial import Cut, cuts_of
+from corolla.compute.base import Blocks, PackedStep, RecordableBlocks
+from corolla.compute.layer_trial import LayerTrial
 from corolla.compute.state_blocks import StateBlocks, consists_of
 from corolla.compute.state_parts import (
     RECURRENT,
@@ -37,7 +37,7 @@ from corolla.compute.state_parts import (
     StateSpace,
 )
 from corolla.compute.triton_blocks import CODED_TOLERANCE, TOLERANCES, MixturePlan, activation_of
-from corolla.kernels.kernel_trial import failure_of, relative_error, try_kernel
+from corolla.kernels.kernel_trial import failure_of, try_kernel
 from corolla.kernels.state_rows import StateRows
 from corolla.models.adapters.products import AdapterStacks
 from corolla.models.families import key_shapes, pageless_layers, recurrent_layers
@@ -333,78 +333,27 @@ def _failed_trial(model: SpanModel, blocks: StateKernels, own: Blocks, store: KV
         for mixture in filter(None, mixtures):
             if (failure := failed_mixture_trial(mixture, model.dtype, row_counts())) is not None:
                 return failure
-        trial = _StateTrial(model, index, blocks, own, store)
+        trial = _trial_of(model, index, blocks, own, store)
         found = try_kernel(trial.run, trial.cuts, trial.error, tolerance)
         if found.failure is not None:
             return found.failure
     return None
 
 
-class _StateTrial:
-    """Runs a text of random inputs through one layer, by the family's own code and by kernels, in several cuts.
+def _trial_of(model: SpanModel, layer: int, blocks: StateKernels, own: Blocks, store: KVStore) -> LayerTrial:
+    """The trial of a layer, whose store is like the one of the server."""
+    config, page_tokens, codec = model.config, store.pool.page_tokens, store.codec
 
-    Args:
-        model: the span.
-        layer: the layer's index within it.
-        blocks: the kernels.
-        own: the family's own code.
-        store: a store like those of the trial.
-
-    Attributes:
-        cuts: see `cuts_of`.
-    """
-
-    def __init__(self, model: SpanModel, layer: int, blocks: StateKernels, own: Blocks, store: KVStore) -> None:
-        self._model, self._layer, self._blocks, self._own = model, layer, blocks, own
-        self._page_tokens, self._codec = store.pool.page_tokens, store.codec
-        self._num_tokens, self.cuts = cuts_of(self._page_tokens)
-        numbers = torch.randn(self._num_tokens, model.hidden_size, generator=torch.Generator().manual_seed(0))
-        self._hidden = numbers.to(model.device, model.dtype)
-
-    def run(self, cut: Cut) -> Iterator[Tensor]:
-        """Yields the text's outputs by the kernels, `[tokens of the part, H]` for each part."""
-        return self._outputs(cut, self._blocks)
-
-    def error(self, found: Tensor) -> float:
-        """The largest difference from the family's own code, relative to the largest number.
-
-        Of half precision, it is that of the median token: a mixture's router may choose another expert, and a state
-        passes on how earlier numbers were rounded.
-
-        Args:
-            found: `[T, H]`, the outputs of the whole text.
-        """
-        expected = torch.cat(list(self._outputs(self.cuts[0], self._own)))
-        if found.element_size() != 2:
-            return relative_error(found, expected)
-        differences = (found.float() - expected.float()).abs().amax(-1).nan_to_num(torch.inf)
-        return float(differences.median() / expected.float().abs().max())
-
-    def _outputs(self, cut: Cut, blocks: Blocks) -> Iterator[Tensor]:
-        parts, company = cut
-        config, model = self._model.config, self._model
-        count = 2 if company else 1
-        num_pages = 1 + count * len(model.span) * (-(-self._num_tokens // self._page_tokens))
-        store = KVStore(
-            num_pages, self._page_tokens, model.windows, recurrent=recurrent_layers(config),
-            pageless=pageless_layers(config), key_shapes=key_shapes(config), codec=self._codec,
+    def new_store(num_pages: int) -> KVStore:
+        return KVStore(
+            1 + num_pages * len(model.span), page_tokens, model.windows, recurrent=recurrent_layers(config),
+            pageless=pageless_layers(config), key_shapes=key_shapes(config), codec=codec,
         )  # fmt: skip
-        if blocks is self._blocks and store.recurrent:
-            store.use_state_table()
-        caches = [store.new_cache() for _ in range(count)]
-        for cache in caches:
-            cache.reserve(self._num_tokens)
-        for start, end in parts:
-            # The companion is before the text, with another number of tokens.
-            others = [(caches[-1], 0, min(company, self._num_tokens))] if company else []
-            rows = []
-            for cache, first, last in [*others, (caches[0], start, end)]:
-                cache.truncate(first)
-                cache.prepare(first, last - first)
-                rows.append(RowWork(cache, first, last - first))
-            step = PackedStep.of(rows, store, PagedTriton(), model.device)
-            hidden = torch.cat([self._hidden[row.position : row.position + row.num_tokens] for row in rows])
-            output = blocks.forward(step, hidden, (self._layer,))
-            for row in rows:
-                row.cache.commit(row.position + row.num_tokens)
-            yield output[-(end - start) :]
+
+    def with_states(made: KVStore) -> Blocks:
+        if made.recurrent:
+            made.use_state_table()
+        return blocks
+
+    like = torch.empty(0, model.hidden_size, dtype=model.dtype, device=model.device)
+    return LayerTrial(layer, own, with_states, new_store, PagedTriton(), page_tokens, like, takes_median=True)

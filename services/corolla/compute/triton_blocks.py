@@ -406,7 +406,9 @@ def _failed_trial(span: FusedSpan, page_tokens: int, dtype: torch.dtype, codec: 
             mixture = cast(Mixture, layer.mlp.mixture)
             if (failure := failed_mixture_trial(mixture, dtype, row_counts())) is not None:
                 return failure
-        trial = LayerTrial(layer, lambda part, _store: TritonBlocks(part), PagedTriton(), page_tokens, dtype, codec)
+        trial = LayerTrial.of_fused(
+            layer, lambda part, _store: TritonBlocks(part), PagedTriton(), page_tokens, dtype, codec
+        )
         found = try_kernel(trial.run, trial.cuts, trial.error, tolerance)
         if found.failure is not None:
             return found.failure
