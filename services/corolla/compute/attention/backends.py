@@ -12,10 +12,9 @@ from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape, LayerInput, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
+from corolla.compute.attention.flash_attention import FlashAttention
 from corolla.compute.attention.latents import sums_of_latents
 from corolla.compute.attention.paged_triton import PagedTriton
-from corolla.compute.attention.partial_attention import flash_cpu
-from corolla.compute.attention.run_attention import RunAttention
 from corolla.compute.attention.sdpa import SdpaAttention
 from corolla.kernels.kernel_trial import failure_of, too_far
 
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
     "compiled": CompiledAttention,
-    "flash": lambda: RunAttention("flash", flash_cpu),
+    "flash": FlashAttention,
     "sdpa": SdpaAttention,
     "triton": PagedTriton,
 }

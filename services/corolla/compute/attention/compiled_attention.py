@@ -17,8 +17,7 @@ from torch import Tensor
 
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import SHORT_ROW, AttentionBackend, AttentionBatch, LayerInput, PackedRow
-from corolla.compute.attention.partial_attention import flash_cpu
-from corolla.compute.attention.run_attention import RunAttention
+from corolla.compute.attention.flash_attention import FlashAttention
 from corolla.kernels import chunk_source, next_token_source
 from corolla.kernels.attention_text import CONSTANTS, HeadShape
 from corolla.kernels.chunk_source import TILE_KEYS, block_tokens
@@ -82,14 +81,14 @@ class CompiledAttention(AttentionBackend):
     def __init__(self) -> None:
         if (reason := why_unavailable()) is not None:
             raise StartupError(f"COROLLA_ATTENTION=compiled does not work here: {reason}. Set it to auto.")
-        self._runs = RunAttention("flash", flash_cpu)
+        self._others = FlashAttention()
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
         shape = _shape_of(given)
         page_tokens = batch.store.pool.page_tokens
         if shape is None or batch.store.codec is not None or page_tokens % LANES:
-            return self._runs.attend(batch, given)
+            return self._others.attend(batch, given)
         tables = tables_of(batch, given.layer, given.window, shape)
         keys, values = batch.write(given.layer, given.key, given.value)
         query = given.query.contiguous()

@@ -19,8 +19,7 @@ from corolla.compute.attention.base import (
     PackedRow,
     slots_of,
 )
-from corolla.compute.attention.partial_attention import math
-from corolla.compute.attention.run_attention import RunAttention
+from corolla.compute.attention.sdpa import SdpaAttention
 from corolla.kernels.page_tables import PageTables
 from corolla.kernels.triton.availability import missing
 from corolla.wire.device_copies import copied_numbers
@@ -45,7 +44,7 @@ class PagedTriton(AttentionBackend):
     def __init__(self) -> None:
         if (lack := missing()) is not None:
             raise StartupError(lack)
-        self._other = RunAttention("math", math)
+        self._other = SdpaAttention()
 
     def batch(
         self, store: KVStore, rows: Sequence[PackedRow], device: torch.device, others: NumberLists = ()

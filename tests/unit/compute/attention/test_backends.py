@@ -14,8 +14,7 @@ from corolla.compute.attention import backends, paged_triton
 from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
 from corolla.compute.attention.base import AttentionBatch, AttentionShape, LayerInput
 from corolla.compute.attention.compiled_attention import CompiledAttention
-from corolla.compute.attention.partial_attention import flash_cpu
-from corolla.compute.attention.run_attention import RunAttention
+from corolla.compute.attention.flash_attention import FlashAttention
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
@@ -77,13 +76,13 @@ def test_attention_by_triton_needs_triton(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(RunAttention):
+    class Wrong(FlashAttention):
         def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> torch.Tensor:
             output: torch.Tensor = super().attend(batch, *arguments, **options)
             return output + 1e-3
 
     for name in ("compiled", "flash"):
-        monkeypatch.setitem(backends.BACKENDS, name, lambda: Wrong("flash", flash_cpu))
+        monkeypatch.setitem(backends.BACKENDS, name, Wrong)
     assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
     with pytest.raises(StartupError, match="differ by"):
         choose_backend("flash", CPU, torch.float32, 32)
@@ -92,11 +91,12 @@ def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch
 def test_a_backend_is_tried_with_the_heads_windows_and_bounds_of_the_span(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Picky(RunAttention):
+    class Picky(FlashAttention):
         """Refuses some sizes of heads, or windows, or bounds, as kernels do."""
 
+        name = "picky"
+
         def __init__(self, refuses: Callable[[LayerInput], bool]) -> None:
-            super().__init__("picky", flash_cpu)
             self._refuses = refuses
 
         def attend(self, batch: AttentionBatch, given: LayerInput) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention with one kernel call for each run of slots of each row."""
+"""torch's flash attention on CPUs, with one call for each run of slots of each row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,18 +8,16 @@ from torch import Tensor
 
 from corolla.cache.codecs import KVCodec
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, LayerInput
-from corolla.compute.attention.partial_attention import Kernel, Part, merge, sink
+from corolla.compute.attention.partial_attention import Part, flash_cpu, merge, sink
 
 
-class RunAttention(AttentionBackend):
-    """Attends run by run, on every device and with every kernel. The pages of a session form few runs, mostly one.
+class FlashAttention(AttentionBackend):
+    """Attends run by run. The pages of a session form few runs, mostly one.
 
     Query heads that share a key head are treated as further queries of that head, so that no key is repeated.
     """
 
-    def __init__(self, name: str, kernel: Kernel) -> None:
-        self.name = name
-        self._kernel = kernel
+    name = "flash"
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
@@ -55,7 +53,7 @@ class RunAttention(AttentionBackend):
             end = batch.rows[number].position + 1
             start = 0 if own.window is None else max(0, end - own.window)
             parts = [
-                self._kernel(query, keys_of(*run), values_of(*run), scaling=own.scaling, softcap=own.softcap)
+                flash_cpu(query, keys_of(*run), values_of(*run), scaling=own.scaling, softcap=own.softcap)
                 for run in batch.extents(number, own.layer, start, end)
             ]
             if own.sinks is not None:
@@ -83,7 +81,7 @@ class RunAttention(AttentionBackend):
                 bias = batch.bias(position, num_tokens, first_key, run[1], window, own.query)
                 bias = None if bias is None else bias.repeat(groups, 1)
             parts.append(
-                self._kernel(
+                flash_cpu(
                     grouped, keys_of(*run), values_of(*run), scaling=own.scaling, bias=bias, softcap=own.softcap
                 )
             )
@@ -100,7 +98,7 @@ class RunAttention(AttentionBackend):
         num_tokens, num_heads, _ = own.query.shape
         groups = num_heads // own.key.shape[1]
         is_causal = own.window is None or num_tokens <= own.window
-        return self._kernel(
+        return flash_cpu(
             own.query.transpose(0, 1).unsqueeze(0),
             own.key.transpose(0, 1).repeat_interleave(groups, dim=0).unsqueeze(0),
             own.value.transpose(0, 1).repeat_interleave(groups, dim=0).unsqueeze(0),
