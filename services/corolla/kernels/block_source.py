@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from corolla.kernels.attention_text import COMMON_FIELDS
-from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, LANES, Fields, Function
+from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, LANES, Fields
 from corolla.kernels.phase_source import (
     COUNTER_BYTES,
-    PIECE_TOKENS,
     PIECES_OF_THREAD,
     NumberFunction,
     NumberTypes,
@@ -187,8 +186,8 @@ def module_source(shape: BlockShape, *, pauses: bool) -> str:
         writers += [_gate, _add_mlp]
     if shape.rounds:
         writers.append(_round_attended)
-    stages = [each(shape) for each in writers] + [_of_some_tokens(each.__name__[1:]) for each in writers]
-    return "\n".join([DECLARATIONS, _adapt(shape), *stages, await_source(pauses), _Team(shape).source(), ATTRIBUTES])
+    stages = [_adapt(shape), *(each(shape) for each in writers)]
+    return "\n".join([DECLARATIONS, *stages, await_source(pauses), _Team(shape).source(), ATTRIBUTES])
 
 
 class _BlockFunction(NumberFunction):
@@ -486,13 +485,6 @@ def _gate(shape: BlockShape) -> str:
     return function.source()
 
 
-def _of_some_tokens(stage: str) -> str:
-    function = Function(f"@{stage}_some(ptr %step, ptr %layer, i64 %first, i64 %end)")
-    with function.loop("tokens", "%end", start="%first") as names:
-        function.lines.append(f"  call void @{stage}(ptr %step, ptr %layer, i64 {names['number']})")
-    return function.source()
-
-
 class _Team(Phases):
     """Writes `team`, in which each thread goes through all phases of all layers."""
 
@@ -507,7 +499,6 @@ class _Team(Phases):
         number = function.let(f"atomicrmw add ptr {function.at('%call', 16)}, i64 1 monotonic")
         offset = function.let(f"mul i64 {number}, {self._fields['scratch_bytes']}")
         self._scratch = function.at(self._fields["scratch"], offset)
-        self._num_token_pieces = self.rounded_up(self._fields["tokens"], PIECE_TOKENS)
         self._layer = layers
         self._tokens("normalise")
         first_counters = self.counter()
@@ -552,11 +543,7 @@ done:
         return "\n".join(lines)
 
     def _tokens(self, stage: str) -> None:
-        with self.phase(stage, self._num_token_pieces) as piece:
-            first, end = self.range(piece, PIECE_TOKENS, self._fields["tokens"])
-            self.function.lines.append(
-                f"  call void @{stage}_some(ptr {self._step}, ptr {self._layer}, i64 {first}, i64 {end})"
-            )
+        self.each(stage, self._fields["tokens"], f"ptr {self._step}, ptr {self._layer}")
 
     def _product(self, name: str, source: str) -> None:
         function, fields = self.function, self._fields

@@ -11,7 +11,6 @@ from typing import Final
 from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, LANES, Fields
 from corolla.kernels.phase_source import (
     COUNTER_BYTES,
-    PIECE_TOKENS,
     NumberFunction,
     NumberTypes,
     Phases,
@@ -144,20 +143,14 @@ class _Team(Phases):
 
     def source(self) -> str:
         """The text of the function."""
-        shape = self._shape
-        self._items("gather", "pairs")
+        shape, function = self._shape, self.function
+        count = function.field("%call", CALL, "pairs")
+        self.each("gather", count, "ptr %call")
         self._product("gate_up", "gathered", shape.hidden_size, 2 * shape.num_gated)
-        self._items("gate", "pairs")
+        self.each("gate", count, "ptr %call")
         self._product("down", "gated", shape.num_gated, shape.hidden_size)
-        self._items("combine", "tokens")
-        return self.function.source()
-
-    def _items(self, stage: str, name: str) -> None:
-        function, count = self._function, self._function.field("%call", CALL, name)
-        with self.phase(stage, self.rounded_up(count, PIECE_TOKENS)) as piece:
-            first, end = self.range(piece, PIECE_TOKENS, count)
-            with function.loop(f"{stage}_each", end, start=first) as names:
-                function.lines.append(f"  call void @{stage}(ptr %call, i64 {names['number']})")
+        self.each("combine", function.field("%call", CALL, "tokens"), "ptr %call")
+        return function.source()
 
     def _product(self, name: str, source: str, num_inputs: int, num_outputs: int) -> None:
         function, num_panels = self._function, num_outputs // LANES

@@ -20,7 +20,7 @@ PIECES_OF_THREAD: Final = 6
 """How many pieces a product has for each thread. With fewer, threads wait longer for the last piece; with more, the
 inputs are read more often."""
 PIECE_TOKENS: Final = 4
-"""How many tokens a piece has in phases that go through tokens, such as norms."""
+"""How many tokens a piece has in phases that go through tokens, such as norms; see `Phases.each`."""
 
 _NUM_BYTES: Final = {"float": 4, "bfloat": 2}
 
@@ -197,6 +197,14 @@ class Phases:
   br label %{name}_done
 {name}_done:"""
         )
+
+    def each(self, stage: str, count: str, arguments: str) -> None:
+        """Writes a phase that calls the function `stage` with each of `count` numbers behind `arguments`."""
+        function = self.function
+        with self.phase(stage, self.rounded_up(count, PIECE_TOKENS)) as piece:
+            first, end = self.range(piece, PIECE_TOKENS, count)
+            with function.loop(f"{stage}_each", end, start=first) as names:
+                function.lines.append(f"  call void @{stage}({arguments}, i64 {names['number']})")
 
     def range(self, piece: str, size: int | str, end: str) -> tuple[str, str]:
         """Writes the number of a piece's first item and the end of the piece's items."""
