@@ -171,7 +171,7 @@ class BatchExecutor:
 
         Returns:
             None if `compute` must compute the steps: no recorded step fits, the next step of a row can be launched
-            ahead, or the model's own block drafts.
+            ahead, or a model drafts, for which an event loop would wait.
         """
         work = _row_works(admitted)
         if (
@@ -238,7 +238,7 @@ class BatchExecutor:
             if self.launches_head_early and self.edges is not None:
                 early = _EarlyLogits.launched(self.edges, admitted, batch)
             batch.reading.begin()
-        # The model's own block takes the outputs of this step, and drafts for the next one.
+        # A model drafts for the next step once the tokens of this one are known.
         if not self._drafts(admitted) and early is not None and early.has_one_of_each_row and may_go_ahead():
             early = self._go_ahead(admitted, blocks, preparing, early)
         return LaunchedIteration(admitted, blocks, batch, kept, to_host, early, embed_seconds, began_s)
@@ -281,9 +281,9 @@ class BatchExecutor:
         return replace(result, outputs=outputs, edge_seconds=result.edge_seconds + ended_s - began_s)
 
     def _drafts(self, admitted: Sequence[AdmittedStep]) -> bool:
-        """The model's own block drafts for one of the rows."""
+        """A model drafts for one of the rows."""
         samplers = (session.request.sampler for batch in admitted for _, session, _ in batch.rows)
-        return self.mtp is not None and any(each is not None and each.mtp_drafter is not None for each in samplers)
+        return any(each is not None and each.runs_model for each in samplers)
 
     def _take_ahead(self, admitted: Sequence[AdmittedStep]) -> tuple[StepAhead | None, Sequence[int]]:
         """Takes the step that was launched ahead, with the indices of its rows that were admitted.

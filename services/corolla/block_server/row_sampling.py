@@ -112,6 +112,11 @@ class SessionSampler:
         """The drafter of the model's own block; None: the block drafts nothing for this session."""
         return None if self.speculator is None else self.speculator.mtp
 
+    @property
+    def runs_model(self) -> bool:
+        """A model drafts for this session, and takes long for it."""
+        return self.speculator is not None and self.speculator.runs_model
+
     def take(self, row: pb.SampledRow, token: SampledToken, draft_ids: Sequence[int]) -> bool:
         """Adds the next token to a row. Returns whether the step has also computed the logits of the token after it.
 

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from corolla.chassis.processors import is_cpu
 from corolla.chassis.settings import Dtype, ServiceSettings
@@ -97,9 +97,10 @@ class BlockServerSettings(ServiceSettings):
     )
     draft_model: str | None = Field(
         None,
-        description="Checkpoint of a small model with the same tokenizer, on a CPU only. The server of the last block "
-        "loads it, and drafts tokens for requests that ask for it. Its caches take a part of COROLLA_KV_CACHE_MIB. "
-        "Or `mtp`: the multi-token prediction block that comes with DeepSeek-V3 and GLM-4.5 drafts, on any device.",
+        description="Checkpoint of a small model with the same tokenizer. The server of the last block loads it on its "
+        "device, and drafts tokens for requests that ask for it; its caches take a part of COROLLA_KV_CACHE_MIB. It "
+        "drafts for one session at a time, and the others wait: on a GPU it suits servers of few sessions. Or `mtp`: "
+        "the multi-token prediction block that comes with DeepSeek-V3 and GLM-4.5 drafts, for all sessions together.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
@@ -209,16 +210,6 @@ class BlockServerSettings(ServiceSettings):
     def _blocks_are_auto_or_a_span(cls, value: str) -> str:
         if value != "auto":
             Span.parse(value)
-        return value
-
-    @field_validator("draft_model")
-    @classmethod
-    def _draft_models_run_on_cpus(cls, value: str | None, info: ValidationInfo) -> str | None:
-        # It computes one token of one session at a time, and all sessions of the device would wait for each.
-        if value not in (None, MTP) and not is_cpu(info.data.get("device", "cpu")):
-            raise ValueError(
-                "a draft model runs on a CPU only; remove it, and let requests ask for prompt_lookup, which needs none"
-            )
         return value
 
     @property

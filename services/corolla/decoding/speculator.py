@@ -39,10 +39,13 @@ class Speculator:
 
     Attributes:
         mtp: the drafts of the model's own block, which are made between `begin` and `draft`; None: other drafts.
+        runs_model: whether a model drafts, so that drafts take long.
     """
 
-    def __init__(self, drafter: Drafter, length: DraftLength, mtp: "MtpDrafter | None" = None) -> None:
-        self.mtp = mtp
+    def __init__(
+        self, drafter: Drafter, length: DraftLength, mtp: "MtpDrafter | None" = None, *, runs_model: bool
+    ) -> None:
+        self.mtp, self.runs_model = mtp, runs_model
         self._drafter = drafter
         self._length = length
         self._evidence: int | None = None
@@ -106,7 +109,7 @@ def make_speculator(
         drafter, rates = GrammarDrafter(drafter, grammar), (_FORCED_RATE, *rates)
     drafter.extend(message.token_ids)
     length = DraftLength(drafts.max_tokens, rates, is_adaptive=drafts.is_adaptive)
-    return Speculator(drafter, length, mtp)
+    return Speculator(drafter, length, mtp, runs_model=drafts.source == pb.Drafts.SOURCE_DRAFT_MODEL)
 
 
 class ModelDrafter:

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 
 from corolla.block_server.settings import BlockServerSettings
-from corolla.chassis.errors import SettingsError
-from corolla.chassis.settings import load
 
 
 @pytest.mark.parametrize(
@@ -29,12 +27,6 @@ def test_a_device_has_pages_of_its_own_size(given: int, device: str, expected: i
 )
 def test_gpus_compute_with_bfloat16_unless_another_type_is_set(given: dict[str, Any], expected: str) -> None:
     assert BlockServerSettings(**given).dtype == expected
-
-
-def test_a_gpu_takes_no_draft_model_and_says_what_to_use_instead() -> None:
-    assert load(BlockServerSettings, draft_model="demo", device="cpu:0").draft_model == "demo"
-    with pytest.raises(SettingsError, match=r"COROLLA_DRAFT_MODEL='demo'.*let requests ask for prompt_lookup"):
-        load(BlockServerSettings, draft_model="demo", device="cuda")
 
 
 @pytest.mark.parametrize(

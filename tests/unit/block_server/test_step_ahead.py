@@ -26,7 +26,7 @@ from corolla.block_server.hop_session import HopSession, OpenRequest, RingPlace
 from corolla.block_server.metrics import BlockServerMetrics
 from corolla.block_server.peers import PeerTable
 from corolla.block_server.relay import Relay
-from corolla.block_server.row_sampling import ChosenTokens, RowLogits, SessionSampler
+from corolla.block_server.row_sampling import NOTHING_SHARED, ChosenTokens, RowLogits, SessionSampler, SharedBySamplers
 from corolla.block_server.scheduler import Scheduler
 from corolla.block_server.servicer import BlockServicer
 from corolla.block_server.sessions import SessionTable
@@ -39,6 +39,7 @@ from corolla.chassis.tasks import TaskGroup
 from corolla.compute.base import Embed, LaunchedBatch, RowWork
 from corolla.compute.compute_thread import ComputeThread
 from corolla.compute.span_runner import SpanRunner
+from corolla.decoding.draft_model import DraftModel
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.cuda_capture import CudaCapture
 from corolla.models.edges import Edges, load_edges
@@ -145,7 +146,11 @@ class Server:
     """A block server without sockets that has the whole model."""
 
     def __init__(
-        self, model: Model, compute_thread: ComputeThread | None = None, vocab_size: int | None = None
+        self,
+        model: Model,
+        compute_thread: ComputeThread | None = None,
+        vocab_size: int | None = None,
+        shared: SharedBySamplers = NOTHING_SHARED,
     ) -> None:
         checkpoint, runner = model.checkpoint, model.runner
         self.client, peers, metrics = Tokens(), PeerTable(), BlockServerMetrics(new_registry())
@@ -164,7 +169,7 @@ class Server:
         tasks = TaskGroup(lambda: None, TaskMetrics(new_registry()))
         receiver = HandoverReceiver(WHOLE, sessions, self.engine, metrics, tasks, max_part_tokens=64)
         servicer = BlockServicer(
-            identity, self.engine, sessions, outputs, peers, runner.store, receiver, tasks
+            identity, self.engine, sessions, outputs, peers, runner.store, receiver, tasks, shared
         )  # fmt: skip
         self.opened: set[int] = set()
         self._receive = servicer.accept(self.client)
@@ -208,9 +213,12 @@ class Server:
 
 @asynccontextmanager
 async def serving(
-    model: Model, compute_thread: ComputeThread | None = None, vocab_size: int | None = None
+    model: Model,
+    compute_thread: ComputeThread | None = None,
+    vocab_size: int | None = None,
+    shared: SharedBySamplers = NOTHING_SHARED,
 ) -> AsyncIterator[Server]:
-    made = Server(model, compute_thread, vocab_size)
+    made = Server(model, compute_thread, vocab_size, shared)
     running = asyncio.create_task(made.engine.run())
     try:
         yield made
@@ -343,6 +351,38 @@ async def test_a_server_on_a_gpu_waits_for_its_tokens_alone(tmp_path: Path, monk
             assert await server.all_of(truth) == truth
         assert not gpu.waits
         assert events.count("used") > NUM_TOKENS // 2
+
+
+@pytest.mark.full
+async def test_a_draft_model_on_a_gpu_changes_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model itself drafts; answers that are drawn have penalties, whose numbers lie on the GPU, too."""
+    drafts = pb.Drafts(source=pb.Drafts.SOURCE_DRAFT_MODEL, max_tokens=3)
+    with a_gpu() as gpu:
+        model = Model(tmp_path, gpu)
+        drafting = DraftModel.load(model.checkpoint, model.checkpoint, dtype=torch.float32, device="cpu")
+        move(gpu, drafting.causal_model.modules())
+        assert drafting.causal_model.device == GPU
+        truth = {name: model.truth(name, **DRAWN.get(name, {})) for name in (0, 2, 3)}
+        lengths: list[int] = []
+        launch = model.runner.launch
+
+        def noted(rows: Sequence[RowWork], *others: Any) -> LaunchedBatch:
+            lengths.extend(row.num_tokens for row in rows if row.position)
+            return launch(rows, *others)
+
+        monkeypatch.setattr(model.runner, "launch", noted)
+        async with serving(model, Here(), shared=SharedBySamplers(drafting)) as server:
+            for name in truth:
+                ids = prompt(name)
+                await server.open(
+                    name, parameters=DRAWN.get(name, {}), token_ids=ids, num_prompt_tokens=len(ids), drafts=drafts
+                )
+            for name in truth:
+                server.begin(name)
+            assert await server.all_of(truth) == truth
+        # Each step of greedy answers checks three draft tokens, all of which are right.
+        assert lengths.count(4) > NUM_TOKENS // 2
+        assert len(lengths) < 3 * NUM_TOKENS // 2
 
 
 async def test_a_step_that_fails_when_tokens_are_drawn_ends_with_a_fault(
