@@ -1,6 +1,7 @@
 """Speculation against plain decoding, over links that are as slow as one says.
 
     python -m benchmarks.speculation --delays 0 2 10 --rounds 2
+    python -m benchmarks.speculation --delays 0 10 --rounds 3 --mtp
 
 Plain and drafted answers to one prompt are made one after the other, in changing order, and their ratio is formed
 within the pair, so that a noisy machine is equally unkind to both. Every drafted answer must be the plain one, token
@@ -29,8 +30,10 @@ from benchmarks.local_model import unsplit_folder
 from corolla.chassis.errors import HopUnavailable, NoChain
 from corolla.models.checkpoint import Checkpoint
 from corolla.sdk.results import Generation
+from tests.mtp_models import make_trained_checkpoint, some_prompts
 
 NUM_DRAFT_TOKENS = 10
+_MTP_TOKENS = 2
 _MAX_ATTEMPTS = 4
 
 _CODE = """def mean(values):
@@ -134,6 +137,9 @@ def compare_all(chains: Mapping[str, DistantChain], options: argparse.Namespace)
     if options.draft_models:
         sets["exact clone"] = ("clone", "draft_model", {"quote": REPETITIVE["quote"]})
         sets["perturbed clone"] = ("perturbed", "draft_model", {"quote": REPETITIVE["quote"]})
+    if options.mtp:
+        prompts = some_prompts(4, 12, seed=1).tolist()
+        sets = {"mtp": ("mtp", "draft_model", {str(number): {"prompt": each} for number, each in enumerate(prompts)})}
     sets = {name: each for name, each in sets.items() if options.only in name}
     for chain in chains.values():
         chain.generate("Once", max_tokens=4)
@@ -175,6 +181,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=96, help="tokens of one answer")
     parser.add_argument("--draft-models", action="store_true", help="clones of the model as draft models, too")
     parser.add_argument(
+        "--mtp", action="store_true", help="a tiny model instead, whose multi-token prediction block was trained"
+    )
+    parser.add_argument(
         "--noise", type=float, default=0.1, help="of the perturbed clone, in units of its head's spread"
     )
     parser.add_argument("--only", default="", help="sets whose name has this in it")
@@ -182,11 +191,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace) -> Iterator[Figure]:
-    checkpoint = Checkpoint.from_pretrained(options.model)
-    checkpoint.fetch()
     fixed = {"COROLLA_ADAPTIVE_DRAFTS": "false", "COROLLA_MAX_DRAFT_TOKENS": str(NUM_DRAFT_TOKENS)}
     settings: dict[str, dict[str, str]] = {"lookup": {}}
     with ExitStack() as exits:
+        if options.mtp:
+            folder = Path(exits.enter_context(tempfile.TemporaryDirectory())) / "tiny"
+            options.model, options.blocks = str(make_trained_checkpoint(folder)[0]), ["0:2", "2:4"]
+            settings = {"mtp": {**fixed, "COROLLA_DRAFT_MODEL": "mtp", "COROLLA_MAX_DRAFT_TOKENS": str(_MTP_TOKENS)}}
+        checkpoint = Checkpoint.from_pretrained(options.model)
+        checkpoint.fetch()
         if options.draft_models:
             noisy = exits.enter_context(perturbed(unsplit_folder(checkpoint), options.noise))
             settings |= {"clone": {**fixed, "COROLLA_DRAFT_MODEL": options.model},

@@ -44,7 +44,30 @@ def make_mtp_checkpoint(family: str, folder: Path, *, num_blocks: int = 4, seed:
     return folder
 
 
-def weaken_blocks(folder: Path, factor: float) -> None:
+def make_trained_checkpoint(folder: Path, *, num_blocks: int = 4) -> tuple[Path, float, float]:
+    """Writes a tiny checkpoint whose block has learnt, for a few seconds, what the model answers.
+
+    Returns:
+        The folder, and the share of tokens of unseen answers that the block predicts before and after the training.
+    """
+    torch.set_num_threads(1)
+    make_mtp_checkpoint("deepseek_v3", folder, num_blocks=num_blocks)
+    _weaken_blocks(folder, 0.02)
+    whole = WholeMtp.of(folder)
+    unseen = whole.texts(some_prompts(8, 12, seed=1), 48)
+    before = whole.acceptance(unseen)
+    parts = whole.train(whole.texts(some_prompts(40, 12, seed=2), 36))
+    after = whole.acceptance(unseen)
+    write_parts(folder, num_blocks, parts)
+    return folder, before, after
+
+
+def some_prompts(count: int, num_tokens: int, seed: int) -> Tensor:
+    """Prompts of random tokens, int64 `[count, num_tokens]`."""
+    return torch.randint(4, VOCAB_SIZE, (count, num_tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def _weaken_blocks(folder: Path, factor: float) -> None:
     """Weakens what blocks add, so that a token follows mostly from the one before it, and one layer can learn it."""
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)

@@ -12,42 +12,29 @@ import torch
 
 from corolla.chassis.errors import StartupError
 from corolla.sdk.async_client import AsyncClient
-from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
+from tests.checkpoints import make_tiny_checkpoint
 from tests.integration.deaths import answer_across_a_death
 from tests.integration.gates import held_up, until_held
 from tests.integration.metrics import sample
 from tests.integration.swarm import Swarm
-from tests.mtp_models import WholeMtp, make_mtp_checkpoint, weaken_blocks, write_parts
+from tests.mtp_models import WholeMtp, make_trained_checkpoint, some_prompts
 
 log = logging.getLogger(__name__)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
-NUM_BLOCKS, PAGE_TOKENS = 4, 16
+PAGE_TOKENS = 16
 DRAFT, OFF = "draft_model", "off"
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11}
 GREEDY: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 SPANS = ["0:2", "2:4"]
 
 
-def some_prompts(count: int, num_tokens: int, seed: int) -> torch.Tensor:
-    return torch.randint(4, VOCAB_SIZE, (count, num_tokens), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose block has learnt, for a few seconds, what the model answers."""
-    torch.set_num_threads(1)
-    folder = make_mtp_checkpoint("deepseek_v3", tmp_path_factory.mktemp("mtp") / "tiny", num_blocks=NUM_BLOCKS)
-    weaken_blocks(folder, 0.02)
-    whole = WholeMtp.of(folder)
-    unseen = whole.texts(some_prompts(8, 12, seed=1), 48)
-    before = whole.acceptance(unseen)
-    parts = whole.train(whole.texts(some_prompts(40, 12, seed=2), 36))
-    after = whole.acceptance(unseen)
+    folder, before, after = make_trained_checkpoint(tmp_path_factory.mktemp("mtp") / "tiny")
     log.info("of unseen answers, a random block predicts %.2f, the trained one %.2f", before, after)
     assert after > before + 0.1
-    write_parts(folder, NUM_BLOCKS, parts)
     return folder
 
 

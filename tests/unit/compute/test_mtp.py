@@ -24,8 +24,8 @@ from corolla.v1 import blocks_pb2 as pb
 from corolla.wire.span import Span
 from tests.checkpoints import VOCAB_SIZE, make_tiny_checkpoint
 from tests.mtp_models import WholeMtp, make_mtp_checkpoint
-
-pytestmark = pytest.mark.full
+from tests.quantized_checkpoints import FORMATS, pack_checkpoint
+from tests.tiers import quick
 
 NUM_BLOCKS, NUM_TOKENS = 4, 40
 DRAFTS = pb.Drafts(source=pb.Drafts.SOURCE_DRAFT_MODEL, max_tokens=3)
@@ -34,10 +34,10 @@ DRAFTS = pb.Drafts(source=pb.Drafts.SOURCE_DRAFT_MODEL, max_tokens=3)
 class Chain:
     """A server of all blocks, with the block that drafts."""
 
-    def __init__(self, folder: Path, *, is_fused: bool = True) -> None:
+    def __init__(self, folder: Path, *, is_fused: bool = True, quantization: str = "none") -> None:
         checkpoint = Checkpoint.from_pretrained(str(folder))
         span = Span(0, NUM_BLOCKS)
-        model = load_span(checkpoint, span, dtype=torch.float32, has_mtp_layer=True)
+        model = load_span(checkpoint, span, dtype=torch.float32, has_mtp_layer=True, quantization=quantization)
         self.edges: Edges = load_edges(checkpoint, dtype=torch.float32)
         self.parts: MtpParts = load_mtp_parts(
             checkpoint, model.layers[-1], self.edges, self.edges, dtype=torch.float32, products="library"
@@ -77,8 +77,8 @@ def sampler_of(
     return SessionSampler.read(record.message(), parts, vocab_size=VOCAB_SIZE, max_tokens=200)
 
 
-@pytest.mark.parametrize("folder", ["deepseek_v3", "glm4_moe"], indirect=True)
-@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "family"])
+@pytest.mark.parametrize("folder", quick(["deepseek_v3", "glm4_moe"], "deepseek_v3"), indirect=True)
+@pytest.mark.parametrize("is_fused", quick([True, False], True))
 def test_hidden_states_are_those_of_transformers(folder: Path, text: Tensor, is_fused: bool) -> None:
     whole, chain = WholeMtp.of(folder), Chain(folder, is_fused=is_fused)
     outputs = whole.outputs(text[None])
@@ -96,6 +96,28 @@ def test_hidden_states_are_those_of_transformers(folder: Path, text: Tensor, is_
     torch.testing.assert_close(chain.parts.logits(torch.cat(found)), logits, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("quantization", ["none", "packed"])
+@pytest.mark.parametrize("kind", ["fp8-blocks", "gptq", "ct-fp8-outputs"])
+def test_a_block_whose_weights_are_packed_computes_what_expanded_weights_do(
+    tmp_path: Path, text: Tensor, family: str, kind: str, quantization: str
+) -> None:
+    source = make_mtp_checkpoint(family, tmp_path / "source", num_blocks=NUM_BLOCKS)
+    folders = tmp_path / "packed", tmp_path / "expanded"
+    pack_checkpoint(source, *folders, FORMATS[kind](), plain=("shared_head", "embed_tokens"))
+    chains = Chain(folders[0], quantization=quantization), Chain(folders[1])
+    assert bool(chains[0].runner.model.packed_layers) == (quantization == "packed")
+    found = []
+    for chain in chains:
+        cache = chain.new_cache(NUM_TOKENS)
+        (own,) = chain.step([cache], [text], 0)
+        inputs = chain.parts.input(text[1:], chain.parts.normed(own)[:-1])
+        found.append(chain.parts.output(chain.runner.predict([RowWork(cache, 1, NUM_TOKENS - 1)], inputs)))
+    torch.testing.assert_close(*found, atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.full
 def test_drafts_are_the_choices_of_transformers_however_the_text_came(folder: Path, text: Tensor) -> None:
     """Two sessions in one step: a prompt in chunks with a draft at its end, and one for which nothing drafts."""
     whole, chain = WholeMtp.of(folder), Chain(folder)
@@ -131,6 +153,7 @@ def test_drafts_are_the_choices_of_transformers_however_the_text_came(folder: Pa
     assert keys[:, 1:].any(-1).all()
 
 
+@pytest.mark.full
 def test_a_session_that_comes_from_elsewhere_lacks_one_output_and_goes_on(folder: Path, text: Tensor) -> None:
     chain = Chain(folder)
     cache = chain.new_cache(NUM_TOKENS + 4)
@@ -154,6 +177,7 @@ def test_a_session_that_comes_from_elsewhere_lacks_one_output_and_goes_on(folder
     assert differs.nonzero().flatten().tolist() == [20]
 
 
+@pytest.mark.full
 def test_rows_that_fail_or_are_not_finite_are_zeros_and_the_others_draft(
     folder: Path, text: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +211,7 @@ def test_rows_that_fail_or_are_not_finite_are_zeros_and_the_others_draft(
     assert not held[2].any()
 
 
+@pytest.mark.full
 def test_a_text_that_is_shorter_than_its_steps_is_not_drafted_for(folder: Path, text: Tensor) -> None:
     chain = Chain(folder)
     cache = chain.new_cache(NUM_TOKENS)
@@ -198,6 +223,7 @@ def test_a_text_that_is_shorter_than_its_steps_is_not_drafted_for(folder: Path, 
     assert not row.drafter.drafted
 
 
+@pytest.mark.full
 def test_what_a_server_reads_has_the_block_only_if_it_drafts(folder: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.from_pretrained(str(folder))
     span = Span(2, NUM_BLOCKS)
