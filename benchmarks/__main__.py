@@ -11,7 +11,6 @@ from benchmarks import (
     client_token,
     crowd,
     distance,
-    draws,
     expansion,
     hop_parts,
     hops,
@@ -31,7 +30,6 @@ from benchmarks.command import show
 _ALL: tuple[ModuleType, ...] = (
     single_stream,
     streams,
-    draws,
     prefill,
     prefix,
     host_cache,
