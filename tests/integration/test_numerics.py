@@ -15,7 +15,7 @@ from tests.integration.waiting import until
 
 PROMPT = "the thin man in the inner tent " * 6
 OPTIONS: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
-WAYS = ({"attention": "flash"}, {"attention": "sdpa"})
+WAYS = ({"attention": "compiled"}, {"attention": "sdpa"})
 
 
 async def lose(swarm: Swarm, victim: BlockServer) -> None:

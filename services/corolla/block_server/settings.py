@@ -82,7 +82,7 @@ class BlockServerSettings(ServiceSettings):
         description="How keys and values are stored: `auto` (as `dtype`), or in fewer bytes as `fp8` "
         "(E4M3) or `int8`; client services must have the same setting.",
     )
-    attention: Literal["auto", "compiled", "flash", "sdpa", "triton"] = Field(
+    attention: Literal["auto", "compiled", "sdpa", "triton"] = Field(
         "auto", description="Attention kernel; `auto` takes the first that is correct on this device."
     )
     fused_blocks: bool = Field(

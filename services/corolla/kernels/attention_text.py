@@ -36,6 +36,8 @@ class HeadShape:
         max_sums: how many vectors of 16 sums the registers hold; see `compiler.max_sums`.
         rotated_size: how many of a key's numbers, its last ones, lie in the place of a value, as in multi-latent
             attention; the others are the value, too. 0: keys and values lie apart.
+        has_softcap: whether scores are bounded.
+        has_sinks: whether each query head has a sink, a score without a value.
     """
 
     element: str
@@ -44,6 +46,8 @@ class HeadShape:
     num_shared: int
     max_sums: int
     rotated_size: int = 0
+    has_softcap: bool = False
+    has_sinks: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -85,6 +89,8 @@ COMMON_FIELDS: Final[Fields] = (
     ("i64", "scaling"),  # the bits of a float32
     ("ptr", "states"),  # float32 [pieces, key heads, state_floats]
     ("ptr", "first_pieces"),  # for each query that has pieces: its number, first piece, end of pieces
+    ("i64", "softcap"),  # the bits of a float32, the bound of scores
+    ("ptr", "sinks"),  # float32 [heads]
 )
 """The first fields of every job."""
 
@@ -133,6 +139,29 @@ def exponential_of_difference(function: Function, constants: str, left: str, rig
     return function.let(f"fmul {FLOATS} {value}, {function.let(f'bitcast {INTS} {bits} to {FLOATS}')}")
 
 
+def bounded(function: Function, constants: str, scores: str, bound: str) -> str:
+    """Writes `bound * tanh(score / bound)` of each lane; `constants` as in `exponential_of_difference`."""
+    ratio = function.let(f"fdiv {FLOATS} {scores}, {bound}")
+    size = function.let(f"call {FLOATS} @llvm.fabs.v16f32({FLOATS} {ratio})")
+    # The exponential of `-2 |x|` cannot overflow.
+    twice = function.let(f"fadd {FLOATS} {size}, {size}")
+    small = exponential_of_difference(function, constants, "zeroinitializer", twice)
+    above, below = (function.let(f"{kind} {FLOATS} splat (float 1.0), {small}") for kind in ("fsub", "fadd"))
+    share = function.let(f"fdiv {FLOATS} {above}, {below}")
+    signed = function.let(f"call {FLOATS} @llvm.copysign.v16f32({FLOATS} {share}, {FLOATS} {ratio})")
+    return function.let(f"fmul {FLOATS} {signed}, {bound}")
+
+
+def sink_of(function: Function, head: str) -> str:
+    """Writes the load of a query head's sink into all lanes."""
+    sinks = function.field("%job", COMMON_FIELDS, "sinks")
+    return function.splat(function.load("float", function.at(sinks, head, "float"), align=4))
+
+
+FIRST_LANE: Final = f"<float 1.0{', float 0.0' * (LANES - 1)}>"
+"""The partial sums of weights of a sink whose score is the largest one."""
+
+
 def larger_of(function: Function, vector: str, other: str) -> str:
     """Writes the larger number of each lane; `other` where one of the two is NaN."""
     is_more = function.let(f"fcmp ogt {FLOATS} {vector}, {other}")
@@ -166,12 +195,19 @@ def merge(shape: HeadShape) -> str:
     with function.loop("heads", shape.num_shared) as heads:
         shared = heads["number"]
         head_states = function.row(key_head_states, shared, shape.head_floats, "float")
-        with function.loop("seen", end, 1, {"largest": LEAST}, start=first) as names:
+        sink = LEAST
+        if shape.has_sinks:
+            first_head = function.let(f"mul i64 {head}, {shape.num_shared}")
+            sink = sink_of(function, function.let(f"add i64 {first_head}, {shared}"))
+        with function.loop("seen", end, 1, {"largest": sink}, start=first) as names:
             state = function.row(head_states, names["number"], step)
             of_piece = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)
             names["largest"] = larger_of(function, of_piece, names["largest"])
         parts = range(shape.value_size // LANES)
         sums = dict.fromkeys([*(f"part_{part}" for part in parts), "weights"], "zeroinitializer")
+        if shape.has_sinks:
+            weight = exponential_of_difference(function, constants, sink, "%seen_largest_after")
+            sums["weights"] = function.let(f"fmul {FLOATS} {weight}, {FIRST_LANE}")
         with function.loop("pieces", end, 1, sums, start=first) as names:
             state = function.row(head_states, names["number"], step)
             own_largest = function.load(FLOATS, state, 4 * (shape.value_size + LANES), 4)

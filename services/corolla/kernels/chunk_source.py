@@ -18,14 +18,17 @@ from typing import Final
 
 from corolla.kernels.attention_text import (
     COMMON_FIELDS,
+    FIRST_LANE,
     LEAST,
     HeadShape,
+    bounded,
     exponential_of_difference,
     item_of,
     larger_of,
     largest_of,
     merge,
     numbers_of,
+    sink_of,
     slot_of,
 )
 from corolla.kernels.llvm_text import ATTRIBUTES, DECLARATIONS, FLOATS, INTS, LANES, Function
@@ -71,7 +74,7 @@ def module_source(shape: HeadShape) -> str:
     """
     scores, values = _product_of_keys(shape), _products_of_values(shape)
     sizes = [shape.key_size - shape.rotated_size, shape.rotated_size] if shape.rotated_size else [shape.key_size]
-    parts = [DECLARATIONS, *(_transpose(shape, size) for size in sizes), _copy(shape), _weigh(_rows(shape))]
+    parts = [DECLARATIONS, *(_transpose(shape, size) for size in sizes), _copy(shape), _weigh(shape)]
     parts += [each.source() for each in dict.fromkeys([scores, *values])]
     parts += [merge(shape)] if shape.rotated_size else []
     return "\n".join([*parts, _Block(shape, scores, values).source(), ATTRIBUTES])
@@ -197,17 +200,18 @@ def _copy(shape: HeadShape) -> str:
     return function.source()
 
 
-def _weigh(num_rows: int) -> str:
+def _weigh(shape: HeadShape) -> str:
     """Writes `weigh`, which turns the scores of queries into weights, and stores factors for their earlier sums."""
     function = Function(
-        "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, "
+        "@weigh(ptr noalias %weights, ptr noalias %last, i64 %window, i64 %tile, float %softcap, "
         "ptr noalias %constants, ptr noalias %corrections, ptr noalias %sums, ptr noalias %largest)"
     )
     numbers = ", ".join(f"i32 {lane}" for lane in range(LANES))
     tile = function.splat(function.let("trunc i64 %tile to i32"), "i32")
     window = function.let("trunc i64 %window to i32")
     from_tile = function.let(f"add {INTS} {tile}, <{numbers}>")
-    with function.loop("rows", num_rows) as names:
+    softcap = function.splat("%softcap") if shape.has_softcap else ""
+    with function.loop("rows", _rows(shape)) as names:
         of_row = function.row("%weights", names["number"], 4 * TILE_KEYS)
         places = [function.at(of_row, 4 * LANES * run) for run in range(_TILE_RUNS)]
         last_one = function.load("i32", function.at("%last", names["number"], "i32"), align=4)
@@ -220,13 +224,15 @@ def _weigh(num_rows: int) -> str:
             in_window = function.let(f"icmp sgt {INTS} {position}, {before}")
             seen.append(function.let(f"and <{LANES} x i1> {not_later}, {in_window}"))
             given = function.load(FLOATS, place, align=4)
+            if softcap:
+                given = bounded(function, "%constants", given, softcap)
             scores.append(function.let(f"select <{LANES} x i1> {seen[run]}, {FLOATS} {given}, {FLOATS} {LEAST}"))
             larger = larger_of(function, scores[run], larger) if run else scores[0]
         lane = function.let(f"mul i64 {names['number']}, {4 * LANES}")
         largest_at, sums_at, correction_at = (function.at(name, lane) for name in ("%largest", "%sums", "%corrections"))
         largest_before = function.load(FLOATS, largest_at, align=4)
         largest = larger_of(function, function.splat(largest_of(function, larger)), largest_before)
-        # A query that has not seen a key yet has sums of 0, and minus infinity as its largest score.
+        # A query that has seen neither key nor sink yet has sums of 0, and minus infinity as its largest score.
         has_seen = function.let(f"fcmp one {FLOATS} {largest_before}, {LEAST}")
         raised = exponential_of_difference(function, "%constants", largest_before, largest)
         correction = function.let(f"select <{LANES} x i1> {has_seen}, {FLOATS} {raised}, {FLOATS} zeroinitializer")
@@ -277,14 +283,18 @@ class _Block:
         return self._function.source()
 
     def _prepare(self) -> None:
-        """Writes lines that store the scaled queries as float32 and clear the sums; padding queries see no key."""
+        """Writes lines that store the scaled queries as float32 and begin the sums; padding queries see no key."""
         function, shape, rows = self._function, self._shape, _rows(self._shape)
         scaling = function.splat(function.float_field("%job", JOB, "scaling"))
         groups = function.let(f"udiv i64 {function.let(f'add i64 {self._rows}, {rows - 1}')}, {rows}")
         with function.loop("prepare", function.let(f"mul i64 {groups}, {rows}")) as names:
             row = names["number"]
-            function.store("zeroinitializer", self._of_row("sums", LANES, row))
-            function.store(LEAST, self._of_row("largest", LANES, row))
+            largest = LEAST
+            if shape.has_sinks:
+                shared = function.let(f"urem i64 {row}, {shape.num_shared}")
+                largest = sink_of(function, function.let(f"add i64 {self._first_head}, {shared}"))
+            function.store(largest, self._of_row("largest", LANES, row))
+            function.store(FIRST_LANE if shape.has_sinks else "zeroinitializer", self._of_row("sums", LANES, row))
             for place in self._parts(self._of_row("output", shape.value_size, row), shape.value_size):
                 function.store("zeroinitializer", place)
             queries = self._parts(self._of_row("query", shape.key_size, row), shape.key_size)
@@ -307,7 +317,7 @@ class _Block:
     def _go_through_keys(self) -> None:
         """Writes the loop over the tiles of the piece."""
         function, fields, scratch = self._function, self._fields, self._scratch
-        end = self._entries["end_key"]
+        end, softcap = self._entries["end_key"], function.float_field("%job", JOB, "softcap")
         with function.loop("tiles", end, TILE_KEYS, start=self._entries["first_key"]) as names:
             tile = names["number"]
             left = function.let(f"sub i64 {end}, {tile}")
@@ -320,7 +330,8 @@ class _Block:
                 sums, largest = (self._of_row(name, LANES, group) for name in ("sums", "largest"))
                 self._add(
                     f"  call void @weigh(ptr {scratch['weights']}, ptr {last}, i64 {fields['window']}, i64 {tile}, "
-                    f"ptr {fields['constants']}, ptr {scratch['corrections']}, ptr {sums}, ptr {largest})"
+                    f"float {softcap}, ptr {fields['constants']}, ptr {scratch['corrections']}, ptr {sums}, "
+                    f"ptr {largest})"
                 )
                 self._add_values(group, needed)
 

@@ -17,6 +17,7 @@ ATTRIBUTES: Final = 'attributes #0 = { nounwind "prefer-vector-width"="512" "min
 DECLARATIONS: Final = f"""\
 declare {FLOATS} @{FMA}({FLOATS}, {FLOATS}, {FLOATS})
 declare {FLOATS} @llvm.fabs.v16f32({FLOATS})
+declare {FLOATS} @llvm.copysign.v16f32({FLOATS}, {FLOATS})
 declare float @llvm.vector.reduce.fmax.v16f32({FLOATS})
 declare float @llvm.vector.reduce.fadd.v16f32(float, {FLOATS})
 declare float @llvm.sqrt.f32(float)

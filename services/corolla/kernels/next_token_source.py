@@ -13,6 +13,7 @@ from corolla.kernels.attention_text import (
     COMMON_FIELDS,
     LEAST,
     HeadShape,
+    bounded,
     exponential_of_difference,
     item_of,
     larger_of,
@@ -67,7 +68,8 @@ def _tile(shape: HeadShape) -> str:
     """
     function = Function(
         "@tile(ptr noalias %query, ptr noalias %keys, ptr noalias %values, i64 %key_slot, "
-        "i64 %value_slot, i64 %low, i64 %high, float %scaling, ptr noalias %constants, ptr noalias %state)"
+        "i64 %value_slot, i64 %low, i64 %high, float %scaling, float %softcap, ptr noalias %constants, "
+        "ptr noalias %state)"
     )
     heads, parts = range(shape.num_at_once), range(shape.value_size // LANES)
     weights_at = function.let(f"alloca [{LANES * shape.num_at_once} x float], align 64")
@@ -122,6 +124,8 @@ def _weigh(
             total = function.sum_of_product(part, numbers_of(function, shape, key, index), total)
         products.append(total)
     scores = function.let(f"fmul {FLOATS} {_lane_sums(function, products)}, {scaling}")
+    if shape.has_softcap:
+        scores = bounded(function, "%constants", scores, function.splat("%softcap"))
     scores = function.let(f"select <{LANES} x i1> {seen}, {FLOATS} {scores}, {FLOATS} {LEAST}")
     state = function.at("%state", 4 * head * shape.head_floats)
     sums_at = function.at(state, 4 * shape.value_size)
@@ -172,7 +176,7 @@ def _piece(shape: HeadShape) -> str:
     queries = function.row(fields["query"], query_row, row_bytes)
     pages = function.at(fields["pages"], page_at, "i32")
     keys, values = (function.row(fields[f"{name}s"], head, fields[f"{name}_head"]) for name in ("key", "value"))
-    scaling = function.float_field("%job", JOB, "scaling")
+    scaling, softcap = (function.float_field("%job", JOB, name) for name in ("scaling", "softcap"))
     with function.loop("tiles", end, LANES, start=function.let(f"and i64 {first}, {-LANES}")) as names:
         tile = names["number"]
         slot = slot_of(function, pages, tile, fields["page_tokens"])
@@ -196,7 +200,7 @@ def _piece(shape: HeadShape) -> str:
             head_state = function.row(state, heads["number"], shape.head_floats, "float")
             function.lines.append(
                 f"  call void @tile(ptr {head_query}, ptr {tile_keys}, ptr {tile_values}, i64 {fields['key_slot']}, "
-                f"i64 {fields['value_slot']}, i64 {low}, i64 {high}, float {scaling}, ptr {fields['constants']}, "
-                f"ptr {head_state})"
+                f"i64 {fields['value_slot']}, i64 {low}, i64 {high}, float {scaling}, float {softcap}, "
+                f"ptr {fields['constants']}, ptr {head_state})"
             )
     return function.source()

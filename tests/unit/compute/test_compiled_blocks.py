@@ -263,7 +263,7 @@ def test_packed_weights_are_compiled_too(
 def test_what_no_function_is_made_for_stays_modules(tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama", tmp_path)
     for settings in (
-        {"kv_cache_dtype": "int8"}, {"page_tokens": 8}, {"attention": "flash"}, {"is_fused": False},
+        {"kv_cache_dtype": "int8"}, {"page_tokens": 8}, {"attention": "sdpa"}, {"is_fused": False},
         {"products": "library"},
     ):  # fmt: skip
         options: dict[str, Any] = {"num_pages": 2000, "products": "panels", **settings}

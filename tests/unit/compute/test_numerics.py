@@ -36,7 +36,7 @@ def test_every_choice_counts_and_the_span_does_not(checkpoint: Checkpoint) -> No
     usual = numerics_of(runner(checkpoint), None)
     assert numerics_of(runner(checkpoint, "2:5"), None) == usual
     others: list[dict[str, Any]] = [
-        {"dtype": torch.bfloat16}, {"attention": "flash"}, {"is_fused": False}, {"page_tokens": 16},
+        {"dtype": torch.bfloat16}, {"attention": "compiled"}, {"is_fused": False}, {"page_tokens": 16},
         {"kv_cache_dtype": "int8"},
     ]  # fmt: skip
     found = {numerics_of(runner(checkpoint, **options), None).blocks for options in others}

@@ -12,7 +12,6 @@ from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import AttentionBackend, AttentionBatch, AttentionShape, LayerInput, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
-from corolla.compute.attention.flash_attention import FlashAttention
 from corolla.compute.attention.latents import sums_of_latents
 from corolla.compute.attention.paged_triton import PagedTriton
 from corolla.compute.attention.sdpa import SdpaAttention
@@ -22,12 +21,11 @@ log = logging.getLogger(__name__)
 
 BACKENDS: Final[Mapping[str, Callable[[], AttentionBackend]]] = {
     "compiled": CompiledAttention,
-    "flash": FlashAttention,
     "sdpa": SdpaAttention,
     "triton": PagedTriton,
 }
 _BY_DEVICE: Final[Mapping[str, tuple[str, ...]]] = {
-    "cpu": ("compiled", "flash", "sdpa"),
+    "cpu": ("compiled", "sdpa"),
     "cuda": ("triton", "sdpa"),
 }
 TOLERANCES: Final[Mapping[torch.dtype, float]] = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -189,7 +189,7 @@ class AttentionBatch:
         self.backend = backend
         self._slots: dict[int, Tensor] = dict(slots or {})
         self._extents: dict[tuple[int, int, int, int], tuple[tuple[int, int], ...]] = {}
-        self._biases: dict[tuple[int, int, int, int, int], Tensor | None] = {}
+        self._biases: dict[tuple[int, int, int, int], Tensor | None] = {}
         self._parts: dict[tuple[PackedRow, ...], AttentionBatch] = {}
         # The object of each group that a backend prepares once for all layers of the group.
         self.prepared: dict[int, Any] = dict(prepared or {})
@@ -259,22 +259,18 @@ class AttentionBatch:
             extents = self._extents[key] = self.rows[number].extents(start, end, key[1])
         return extents
 
-    def bias(
-        self, position: int, num_queries: int, first_key: int, num_keys: int, window: int | None, like: Tensor
-    ) -> Tensor | None:
+    def bias(self, position: int, num_queries: int, first_key: int, num_keys: int, like: Tensor) -> Tensor | None:
         """The mask to add to the scores of queries at `position` and after it, over keys at `first_key` and after it.
 
         Returns:
             `[num_queries, num_keys]` of the dtype and device of `like`, 0 or minus infinity; None where every query
             sees every key.
         """
-        kind = (position, num_queries, first_key, num_keys, window or 0)
+        kind = (position, num_queries, first_key, num_keys)
         if kind not in self._biases:
             queries = torch.arange(position, position + num_queries, device=like.device)[:, None]
             keys = torch.arange(first_key, first_key + num_keys, device=like.device)[None, :]
             unseen = keys > queries
-            if window is not None:
-                unseen |= keys <= queries - window
             bias = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device).masked_fill_(unseen, -torch.inf)
             self._biases[kind] = bias if bool(unseen.any()) else None
         return self._biases[kind]

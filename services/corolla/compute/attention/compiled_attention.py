@@ -1,7 +1,7 @@
 """Attention by compiled functions, on CPUs, for all rows of a batch in one call or two.
 
-torch's flash attention needs a call for each row, and with few keys the call takes longer than the computation. With
-many keys, it is half as fast as these functions. All tensors are on the CPU.
+torch's attention needs a call for each row, and with few keys the call takes longer than the computation. With many
+keys, it is half as fast as these functions. All tensors are on the CPU.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention.base import SHORT_ROW, AttentionBackend, AttentionBatch, LayerInput, PackedRow
-from corolla.compute.attention.flash_attention import FlashAttention
+from corolla.compute.attention.sdpa import SdpaAttention
 from corolla.kernels import chunk_source, next_token_source
 from corolla.kernels.attention_text import CONSTANTS, HeadShape
 from corolla.kernels.chunk_source import TILE_KEYS, block_tokens
@@ -70,7 +70,7 @@ class Tables:
 
 
 class CompiledAttention(AttentionBackend):
-    """Attention by compiled functions, or by torch's flash attention if they do not support the heads or the cache.
+    """Attention by compiled functions, or by torch's after gathering if they do not support the heads or the cache.
 
     Raises:
         StartupError: functions cannot be compiled on this machine.
@@ -81,7 +81,7 @@ class CompiledAttention(AttentionBackend):
     def __init__(self) -> None:
         if (reason := why_unavailable()) is not None:
             raise StartupError(f"COROLLA_ATTENTION=compiled does not work here: {reason}. Set it to auto.")
-        self._others = FlashAttention()
+        self._others = SdpaAttention()
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
@@ -93,9 +93,11 @@ class CompiledAttention(AttentionBackend):
         keys, values = batch.write(given.layer, given.key, given.value)
         query = given.query.contiguous()
         output = torch.empty(*query.shape[:2], shape.value_size)
+        sinks = None if given.sinks is None else given.sinks.detach().float().contiguous()
         next_tokens, chunks, _states = jobs_of(
-            tables, query.data_ptr(), keys, values, output.data_ptr(), page_tokens, shape, given.scaling, given.window
-        )
+            tables, query.data_ptr(), keys, values, output.data_ptr(), page_tokens, shape, given.scaling, given.window,
+            given.softcap or 0.0, 0 if sinks is None else sinks.data_ptr(),
+        )  # fmt: skip
         num_key_heads, num_threads = keys.shape[1], torch.get_num_threads()
         if next_tokens is not None:
             at, functions = ctypes.addressof(next_tokens), next_token_module(shape)
@@ -140,6 +142,8 @@ def jobs_of(
     shape: HeadShape,
     scaling: float,
     window: int | None,
+    softcap: float = 0.0,
+    sinks: int = 0,
 ) -> tuple[Any, Any, Tensor]:
     """The jobs, arrays of arguments, that compiled functions get for a batch.
 
@@ -153,6 +157,8 @@ def jobs_of(
         shape: the heads.
         scaling: the factor of the scores.
         window: how many tokens a token sees, itself included; None: all tokens before it.
+        softcap: the bound of the scores, where the shape has one.
+        sinks: the address of the sinks, float32 `[heads]`, where the shape has some.
 
     Returns:
         The job for `next_token_module`, and the one for `chunk_module`; None where no row has one. Then the memory for
@@ -163,6 +169,7 @@ def jobs_of(
     common = (
         query, keys.data_ptr(), values.data_ptr(), output, tables.pages.data_ptr(), EXPONENTIAL.data_ptr(),
         keys.shape[1], page_tokens, *strides, float_bits(scaling), states.data_ptr(), tables.queries.data_ptr(),
+        float_bits(softcap), sinks,
     )  # fmt: skip
     next_tokens = chunks = None
     if len(tables.pieces):
@@ -177,11 +184,12 @@ def _shape_of(given: LayerInput) -> HeadShape | None:
     key_heads, key_size = given.key.shape[1:]
     value_size = given.value.shape[2]
     element = ELEMENTS.get(given.query.dtype)
-    if given.softcap is not None or given.sinks is not None or element is None:
+    if element is None or key_size % LANES or value_size % LANES:
         return None
-    if key_size % LANES or value_size % LANES:
-        return None
-    return HeadShape(element, key_size, value_size, given.query.shape[1] // key_heads, max_sums())
+    return HeadShape(
+        element, key_size, value_size, given.query.shape[1] // key_heads, max_sums(),
+        has_softcap=given.softcap is not None, has_sinks=given.sinks is not None,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

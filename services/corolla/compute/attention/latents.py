@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from corolla.compute.attention.base import CALLED, SHORT_ROW, AttentionBatch, AttentionShape, PackedRow
-from corolla.compute.attention.partial_attention import Part, math, merge_two
+from corolla.compute.attention.partial_attention import Part, attend, merge
 
 LATENT: Final = "corolla_latent"
 PICKED: Final = "corolla_picked"
@@ -254,7 +254,7 @@ def sums_of_latents(batch: AttentionBatch, layer: int, query: Tensor, scaling: f
 
         def attended(start: int, num_keys: int, row: PackedRow = row, own: Tensor = own) -> Part:
             latents, rotated = row.gather(layer, start, start + num_keys)
-            bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
+            bias = batch.bias(row.position, row.num_tokens, start, num_keys, query)
             return _shared_keys(own, latents[0].float(), rotated[0].float(), bias)
 
         outputs.append(_in_pieces(attended, piece_tokens, row)[0].transpose(0, 1))
@@ -321,7 +321,7 @@ def _attend_together(
         own_query = query[:, :, row.start : row.end]
         # If it gets no mask, the function assumes that the first of several queries is at the first key's position.
         starts_later = row.position > 0 and row.num_tokens > 1
-        mask = batch.bias(row.position, row.num_tokens, 0, own_keys.shape[2], None, query) if starts_later else None
+        mask = batch.bias(row.position, row.num_tokens, 0, own_keys.shape[2], query) if starts_later else None
         yield sdpa_attention_forward(module, own_query, own_keys, own_values, mask, scaling=scaling)[0]
 
 
@@ -337,8 +337,8 @@ def _attend_in_pieces(
     def attended(start: int, num_keys: int) -> Part:
         # This is a function so that a piece's keys and values are freed before the next piece is expanded.
         keys, values = _expanded(module, [_latents(module, row, start, start + num_keys)])
-        bias = batch.bias(row.position, row.num_tokens, start, num_keys, None, query)
-        return math(own_query, keys, values, scaling=scaling, bias=bias)
+        bias = batch.bias(row.position, row.num_tokens, start, num_keys, query)
+        return attend(own_query, keys, values, scaling=scaling, bias=bias)
 
     return _in_pieces(attended, piece_tokens, row).to(query.dtype).transpose(1, 2)
 
@@ -348,7 +348,7 @@ def _in_pieces(attended: Callable[[int, int], Part], piece_tokens: int, row: Pac
     end = row.position + row.num_tokens
     whole = attended(0, min(piece_tokens, end))
     for start in range(piece_tokens, end, piece_tokens):
-        whole = merge_two(whole, attended(start, min(piece_tokens, end - start)))
+        whole = merge(whole, attended(start, min(piece_tokens, end - start)))
     return whole[0]
 
 

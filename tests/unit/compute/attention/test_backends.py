@@ -14,7 +14,7 @@ from corolla.compute.attention import backends, paged_triton
 from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
 from corolla.compute.attention.base import AttentionBatch, AttentionShape, LayerInput
 from corolla.compute.attention.compiled_attention import CompiledAttention
-from corolla.compute.attention.flash_attention import FlashAttention
+from corolla.compute.attention.sdpa import SdpaAttention
 from corolla.compute.span_runner import SpanRunner
 from corolla.models.checkpoint import Checkpoint
 from corolla.models.span_model import load_span
@@ -25,14 +25,18 @@ from tests.paged_attention import PagedDefinition
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["compiled", "flash", "sdpa"])
-@pytest.mark.parametrize("window, has_sinks", [(None, False), (4, False), (40, False), (None, True), (4, True)])
+@pytest.mark.parametrize("name", ["compiled", "sdpa"])
+@pytest.mark.parametrize(
+    "window, has_sinks, softcap",
+    [(None, False, None), (4, False, None), (40, False, None), (None, True, None), (4, True, 0.7), (None, False, 0.7)],
+)
 @pytest.mark.parametrize("page_tokens", [4, 32])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
 def test_backends_equal_the_definition_in_float64(
-    name: str, window: int | None, has_sinks: bool, page_tokens: int, dtype: torch.dtype, tolerance: float
-) -> None:
-    shape = AttentionShape(window=window, has_sinks=has_sinks)
+    name: str, window: int | None, has_sinks: bool, softcap: float | None, page_tokens: int, dtype: torch.dtype,
+    tolerance: float,
+) -> None:  # fmt: skip
+    shape = AttentionShape(window=window, has_sinks=has_sinks, softcap=softcap)
     assert largest_difference(BACKENDS[name](), CPU, dtype, page_tokens, shape) <= tolerance
 
 
@@ -76,22 +80,21 @@ def test_attention_by_triton_needs_triton(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_backend_with_wrong_results_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(FlashAttention):
+    class Wrong(SdpaAttention):
         def attend(self, batch: AttentionBatch, *arguments: Any, **options: Any) -> torch.Tensor:
             output: torch.Tensor = super().attend(batch, *arguments, **options)
             return output + 1e-3
 
-    for name in ("compiled", "flash"):
-        monkeypatch.setitem(backends.BACKENDS, name, Wrong)
+    monkeypatch.setitem(backends.BACKENDS, "compiled", Wrong)
     assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
     with pytest.raises(StartupError, match="differ by"):
-        choose_backend("flash", CPU, torch.float32, 32)
+        choose_backend("compiled", CPU, torch.float32, 32)
 
 
 def test_a_backend_is_tried_with_the_heads_windows_and_bounds_of_the_span(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Picky(FlashAttention):
+    class Picky(SdpaAttention):
         """Refuses some sizes of heads, or windows, or bounds, as kernels do."""
 
         name = "picky"
@@ -107,10 +110,10 @@ def test_a_backend_is_tried_with_the_heads_windows_and_bounds_of_the_span(
     folder = make_tiny_checkpoint("gemma2", tmp_path, config_changes={"head_dim": 24, "num_key_value_heads": 1})
     checkpoint = Checkpoint.from_pretrained(str(folder))
     refusals: list[tuple[Callable[[LayerInput], bool], str]] = [
-        (lambda given: given.query.shape[-1] == 24, "flash"),
-        (lambda given: given.key.shape[1] == 1, "flash"),
-        (lambda given: given.window is not None, "flash"),
-        (lambda given: given.softcap == checkpoint.config.attn_logit_softcapping, "flash"),
+        (lambda given: given.query.shape[-1] == 24, "sdpa"),
+        (lambda given: given.key.shape[1] == 1, "sdpa"),
+        (lambda given: given.window is not None, "sdpa"),
+        (lambda given: given.softcap == checkpoint.config.attn_logit_softcapping, "sdpa"),
         (lambda given: given.query.shape[-1] == 64, "picky"),
     ]
     for refuses, chosen in refusals:
@@ -121,6 +124,6 @@ def test_a_backend_is_tried_with_the_heads_windows_and_bounds_of_the_span(
 
 def test_a_server_without_a_compiler_uses_the_next_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llvmlite.binding", None)
-    assert choose_backend("auto", CPU, torch.float32, 32).name == "flash"
+    assert choose_backend("auto", CPU, torch.float32, 32).name == "sdpa"
     with pytest.raises(StartupError, match="llvmlite is not installed"):
         choose_backend("compiled", CPU, torch.float32, 32)

@@ -24,9 +24,10 @@ class Rows:
 
     def __init__(
         self, lengths: Sequence[int], *, heads: int = 4, key_heads: int = 2, sizes: tuple[int, int] = (64, 64),
-        dtype: torch.dtype = torch.float32, window: int | None = None,
+        dtype: torch.dtype = torch.float32, window: int | None = None, softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:  # fmt: skip
-        self.window, self.scaling = window, sizes[0] ** -0.5
+        self.window, self.scaling, self.softcap = window, sizes[0] ** -0.5, softcap
         num_pages = sum(-(-length // PAGE_TOKENS) for length in lengths) + 8
         self.store = KVStore(num_pages, PAGE_TOKENS, [window], max_step_tokens=max(lengths))
         generator = torch.Generator().manual_seed(sum(lengths))
@@ -37,6 +38,7 @@ class Rows:
         self.keys = [draw(length, key_heads, sizes[0]) for length in lengths]
         self.values = [draw(length, key_heads, sizes[1]) for length in lengths]
         self.queries = [draw(length, heads, sizes[0]) for length in lengths]
+        self.sinks = 2 * draw(heads) if has_sinks else None
         self.lengths = lengths
 
     def attended(self, numbers: Sequence[int], num_new: int = 1) -> list[Tensor]:
@@ -53,10 +55,15 @@ class Rows:
         groups = query.shape[1] // keys.shape[1]
         keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[-num_new:], keys) * self.scaling
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
         positions = torch.arange(len(keys))
         distance = positions[-num_new:, None] - positions[None, :]
         unseen = (distance < 0) | (distance >= (self.window or len(keys)))
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(dim=-1), values)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, num_new, 1)), dim=-1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(keys)], values)
 
     def filled(self, number: int, num_tokens: int) -> SessionCache:
         cache = self.store.new_cache()
@@ -82,7 +89,7 @@ class Rows:
             given.append((self.queries[number][part], self.keys[number][part], self.values[number][part]))
         query, key, value = (torch.cat([each[part] for each in given]) for part in range(3))
         output = AttentionBatch(self.store, rows, CompiledAttention()).attend(
-            0, query, key, value, scaling=self.scaling, window=self.window
+            0, query, key, value, scaling=self.scaling, window=self.window, softcap=self.softcap, sinks=self.sinks
         )
         for row in rows:
             row.cache.commit(row.position + row.num_tokens)
@@ -139,6 +146,19 @@ def test_windows_and_pieces_of_long_rows_are_right(window: int | None, num_new: 
     rows = Rows([1023, 1024, 1025, 3000, max(8, num_new)], window=window)
     for number, output in enumerate(rows.attended(range(5), num_new)):
         assert (output - rows.expected(number, num_new)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("softcap, has_sinks", [(0.5, False), (30.0, True), (None, True)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_bounded_scores_and_sinks_are_right(softcap: float | None, has_sinks: bool, window: int | None) -> None:
+    """Also of a text of several pieces, whose sinks count once, and of scores far above the bound."""
+    rows = Rows([1, 17, 2100], heads=6, window=window, softcap=softcap, has_sinks=has_sinks)
+    rows.queries[1] *= 100
+    for num_new in (1, 9, 40):
+        for number in range(3):
+            if num_new <= rows.lengths[number]:
+                (output,) = rows.attended([number], num_new)
+                assert (output - rows.expected(number, num_new)).abs().max() < 2e-5
 
 
 @pytest.mark.parametrize("num_new", [1, 7, 33])

@@ -94,7 +94,7 @@ def test_rows_give_what_transformers_does_together_apart_and_in_pieces(
     assert most // bytes_of_latent(torch.empty(0, 4, 24), 1) < 121
 
 
-@pytest.mark.parametrize("attention", ["compiled", "flash"])
+@pytest.mark.parametrize("attention", ["compiled", "sdpa"])
 def test_a_row_has_the_same_bits_alone_and_next_to_others(tmp_path: Path, attention: str) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=torch.float32)
@@ -227,7 +227,7 @@ def test_one_row_takes_no_more_than_its_share(
 ) -> None:
     folder = make_tiny_checkpoint("deepseek_v3", tmp_path / "tiny", config_changes=WIDE)
     model = load_span(Checkpoint.from_pretrained(str(folder)), Span(0, 1), dtype=dtype)
-    runner = SpanRunner(model, num_pages=320, page_tokens=32, products="library", attention="flash")
+    runner = SpanRunner(model, num_pages=320, page_tokens=32, products="library", attention="sdpa")
     most = most_mib << 20
     if reads_latents(model.config, num_queries):
         key_bytes = bytes_of_latent(torch.empty(0, 16, 576, dtype=dtype), num_queries)
