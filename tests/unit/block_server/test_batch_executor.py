@@ -24,6 +24,7 @@ from corolla.chassis.errors import CorollaError, NonFiniteOutput, OutOfMemory, O
 from corolla.compute import span_runner
 from corolla.compute.base import BlockRunner, Embed, LaunchedBatch, RowWork
 from corolla.compute.span_runner import SpanRunner
+from corolla.decoding.draft_model import DraftModel
 from corolla.decoding.parameters import SamplingParams
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.models.checkpoint import Checkpoint
@@ -58,7 +59,7 @@ def compute(runner: BlockRunner, admitted: list[AdmittedStep], blocks: Span) -> 
 
 
 def assert_close(output: Tensor, expected: Tensor) -> None:
-    """Up to the order in which runs of pages are merged, which depends on where pages lie."""
+    """Up to the rounding of products, which depends on the rows of a call."""
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -118,6 +119,29 @@ class Spoiling(FaultyRunner):
 
 ROWS = {ord("a"): (5, 1), ord("b"): (5, 3), ord("c"): (5, 2), ord("d"): (3, 2)}
 NEXT = {ord("a"): (6, 2), ord("b"): (8, 1), ord("c"): (7, 1), ord("d"): (5, 4)}
+
+
+@pytest.mark.parametrize(
+    "source, is_launched", [(pb.Drafts.SOURCE_PROMPT_LOOKUP, True), (pb.Drafts.SOURCE_DRAFT_MODEL, False)]
+)
+def test_an_event_loop_launches_no_step_after_which_a_model_drafts(
+    runner: SpanRunner, monkeypatch: pytest.MonkeyPatch, source: pb.Drafts.Source.ValueType, is_launched: bool
+) -> None:
+    # A recorded step fits on GPUs only.
+    monkeypatch.setattr(runner, "may_be_recorded", lambda *_: True)
+    sessions, executor = Sessions(runner, b"ab"), BatchExecutor(runner)
+    record = SamplerRecord(
+        SamplingParams(), 0, [1, 2, 3], max_new_tokens=9, drafts=pb.Drafts(source=source, max_tokens=2)
+    )
+    drafting = DraftModel(cast(Any, None), 64, 64)
+    sampler = SessionSampler.read(record.message(), drafting, vocab_size=64, max_tokens=40)
+    held = sessions.held[ord("a")]
+    held.request = replace(held.request, sampler=sampler)
+    launched = executor.launch(sessions.step({ord("a"): (5, 1)}), SPAN)
+    assert (launched is not None) == is_launched
+    if launched is not None:
+        assert executor.finish(launched) is not None
+    sessions.close()
 
 
 @pytest.mark.parametrize("bad", [b"", b"c", b"ad", b"abcd"])
