@@ -151,9 +151,10 @@ def test_windows_and_pieces_of_long_rows_are_right(window: int | None, num_new: 
 @pytest.mark.parametrize("softcap, has_sinks", [(0.5, False), (30.0, True), (None, True)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_bounded_scores_and_sinks_are_right(softcap: float | None, has_sinks: bool, window: int | None) -> None:
-    """Also of a text of several pieces, whose sinks count once, and of scores far above the bound."""
+    """Also in a text of several pieces, in which sinks count once, and for scores far above the bound."""
     rows = Rows([1, 17, 2100], heads=6, window=window, softcap=softcap, has_sinks=has_sinks)
-    rows.queries[1] *= 100
+    if softcap is not None:
+        rows.queries[1] *= 100
     for num_new in (1, 9, 40):
         for number in range(3):
             if num_new <= rows.lengths[number]:
