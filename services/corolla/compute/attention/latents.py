@@ -378,7 +378,8 @@ def picked_attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls for one row whose tokens attend to those that an index picks.
 
-    A row of few new tokens attends to the latents of those alone, so that a step does not read the whole text.
+    A row of few new tokens attends to the latents of those alone, so that a step does not read the whole text. So does
+    one whose text would take too much memory if it were expanded.
 
     Args:
         module: the family's attention module, which expands latents.
@@ -392,8 +393,9 @@ def picked_attention(
     Returns:
         The output `[1, T, heads, value head size]` in the query's dtype, and None.
     """
-    picked = indices[0].long()
-    if not reads_latents(cast(Any, module).config, query.shape[2]):
+    picked, config, num_queries = indices[0].long(), cast(Any, module).config, query.shape[2]
+    expanded_bytes = bytes_of_key(config, query, num_queries) * key.shape[2]
+    if not reads_latents(config, num_queries) and expanded_bytes <= MAX_EXPANDED_BYTES:
         expand: Any = type(module)
         keys, values = expand.expand_kv(module, key, value)
         mask = attention_mask & torch.zeros_like(attention_mask).scatter(-1, picked[None, None], True)
