@@ -45,7 +45,7 @@ from corolla.kernels.compiler import Compiled, in_threads, max_sums, processor_f
 from corolla.kernels.kernel_trial import try_kernel
 from corolla.kernels.llvm_text import LANES
 from corolla.kernels.product_source import scratch_bytes
-from corolla.kernels.products import DTYPES, kernel_of, rows_of, weights_of
+from corolla.kernels.products import DTYPES, kernel_of, rows_of
 from corolla.models.adapters.products import AdapterBatch, AdapterStacks, SpanAdapter
 from corolla.models.fused import FusedLayer, FusedSpan, GatedMlp, MixtureMlp, Projection, RmsNorm
 from corolla.models.linear import DenseLinear
@@ -200,10 +200,8 @@ class CompiledBlocks(Blocks):
                 fields += self._norm_fields(norm)
             projections = _projections(layer)
             for projection in projections:
-                order = projection.order if isinstance(projection, PackedLinear) else None
-                kernel = kernel_of(projection.layout, self._dtype, is_ordered=order is not None)
-                self._kept.append(weights_of(projection.panels, order))
-                fields += (kernel.part_address, self._kept[-1].data_ptr(), self._float32(projection.bias))
+                kernel = kernel_of(projection.layout, self._dtype)
+                fields += (kernel.part_address, projection.panels.data_ptr(), self._float32(projection.bias))
             fields += [0] * (_PROJECTION_FIELDS * (len(PROJECTIONS) - len(projections)))
         return (ctypes.c_int64 * len(fields))(*fields)
 
@@ -286,9 +284,10 @@ def _norms(layer: FusedLayer) -> tuple[Any, ...]:
 
 
 def _lies_in_panels(projection: Projection) -> bool:
-    if not isinstance(projection, DenseLinear | PackedLinear):
+    if not isinstance(projection, DenseLinear | PackedLinear) or projection.layout is None:
         return False
-    return projection.panels is not None and projection.layout is not None
+    # Modules put inputs into the order of columns.
+    return projection.panels is not None and getattr(projection, "order", None) is None
 
 
 def _projections(layer: FusedLayer) -> list[Any]:

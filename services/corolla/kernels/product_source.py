@@ -56,9 +56,7 @@ Tiles = Sequence[tuple[int, int]]
 a single row, and for each number of rows there is a tile with a single panel."""
 
 
-def module_source(
-    layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles, is_ordered: bool = False
-) -> str:
+def module_source(layout: Layout | PlainLayout, rows: Rows, *, packed_tiles: Tiles, plain_tiles: Tiles) -> str:
     """LLVM's text of a module with three functions, or with the first two for plain weights. All counts are int64.
 
     `share(job, item)` multiplies `[rows, columns]` by the panels of an item; see `JOB`.
@@ -72,8 +70,6 @@ def module_source(
         rows: the type of the rows.
         packed_tiles: the tile sizes for weights that are unpacked during the product.
         plain_tiles: the tile sizes for plain weights, and for weights that are unpacked before the product.
-        is_ordered: whether the columns of packed weights are in another order than the inputs. The first two functions
-            then read two pointers at `weights`: to int32 `[columns]`, the input of each column, and to the panels.
     """
     parts = [DECLARATIONS, _HEAD_OF_PAIRS if rows is Rows.BFLOAT16 else ""]
     tile = _FloatTile if rows is Rows.FLOAT32 else _PairTile
@@ -85,10 +81,9 @@ def module_source(
         if layout.bits == 4 and layout.is_float and processor_features().get("avx512f"):
             parts.append(HEAD_OF_PERMUTATIONS)
         few = [size for size in plain_tiles if size[1] <= UNPACKED_PANELS]
-        parts += [_tile(tile(layout, *size, is_ordered), "tile") for size in packed_tiles]
-        parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size, is_ordered), "unpacked") for size in few)]
-        parts += [_part("few", layout, packed_tiles, rows, is_ordered=is_ordered)]
-        parts += [_part("many", layout, few, rows, unpacked, is_ordered=is_ordered)]
+        parts += [_tile(tile(layout, *size), "tile") for size in packed_tiles]
+        parts += [_unpack(layout, rows), *(_tile(tile(unpacked, *size), "unpacked") for size in few)]
+        parts += [_part("few", layout, packed_tiles, rows), _part("many", layout, few, rows, unpacked)]
         parts += [_MANY_OR_FEW, _expand(layout)]
     return "\n".join([*parts, _share(), ATTRIBUTES])
 
@@ -113,23 +108,10 @@ class _FloatTile:
 
     rows = Rows.FLOAT32
 
-    def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int, is_ordered: bool = False) -> None:
+    def __init__(self, layout: Layout | PlainLayout, num_rows: int, num_panels: int) -> None:
         self.layout = layout
         self.num_rows = num_rows
         self.num_panels = num_panels
-        self.is_ordered = is_ordered
-
-    def places(self, function: Function, first: str, column: int, count: int) -> list[str]:
-        """Writes the indices of the inputs of `count` neighbouring columns.
-
-        Without an order, it returns only the first column's index, since the other inputs follow that one.
-        """
-        if not self.is_ordered:
-            return [function.let(f"add i64 {first}, {column}")]
-        at = [
-            function.at("%order", function.let(f"add i64 {first}, {column + index}"), "i32") for index in range(count)
-        ]
-        return [function.let(f"zext i32 {function.let(f'load i32, ptr {each}, align 4')} to i64") for each in at]
 
     def add(
         self, function: Function, unit: str, inputs: Sequence[str], panels: Sequence[str], sums: dict[_Place, str]
@@ -145,7 +127,7 @@ class _FloatTile:
         first = function.let(f"mul i64 {unit}, {self.layout.step}")
         units = [columns(function, self.layout, panel, unit) for panel in panels]
         for column, weights in enumerate(zip(*units, strict=True)):
-            (place,) = self.places(function, first, column, 1)
+            place = function.let(f"add i64 {first}, {column}")
             for row, base in enumerate(inputs):
                 one = function.let(f"load float, ptr {function.at(base, place, 'float')}, align 4")
                 lanes = function.splat(one)
@@ -164,21 +146,13 @@ class _PairTile(_FloatTile):
         first = function.let(f"mul i64 {unit}, {self.layout.step}")
         units = [_rounded_pairs(function, self.layout, panel, unit) for panel in panels]
         for pair, weights in enumerate(zip(*units, strict=True)):
-            places = self.places(function, first, 2 * pair, 2)
+            place = function.let(f"add i64 {first}, {2 * pair}")
             for row, base in enumerate(inputs):
-                both = _pair(function, [function.at(base, place, "bfloat") for place in places])
+                both = function.let(f"load i32, ptr {function.at(base, place, 'bfloat')}, align 2")
                 pairs = function.let(f"bitcast {INTS} {function.splat(both, 'i32')} to {_PAIRS}")
                 for panel, weight in enumerate(weights):
                     arguments = f"{FLOATS} {sums[row, panel]}, {_PAIRS} {weight}, {_PAIRS} {pairs}"
                     sums[row, panel] = function.let(f"call {FLOATS} @{_DOT}({arguments})")
-
-
-def _pair(function: Function, places: Sequence[str]) -> str:
-    """Writes the load of two bfloat16 inputs as an i32, from two addresses, or from one where they are adjacent."""
-    if len(places) == 1:
-        return function.let(f"load i32, ptr {places[0]}, align 2")
-    low, high = (function.let(f"zext i16 {function.let(f'load i16, ptr {at}, align 2')} to i32") for at in places)
-    return function.let(f"or i32 {low}, {function.let(f'shl i32 {high}, 16')}")
 
 
 def _rounded_pairs(function: Function, layout: Layout | PlainLayout, panel: str, unit: str) -> Iterator[str]:
@@ -198,8 +172,7 @@ def _tile(tile: _FloatTile, name: str) -> str:
     element = tile.rows.value
     function = Function(
         f"@{name}_{tile.num_rows}_{tile.num_panels}(ptr noalias %x, i64 %columns, "
-        "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns"
-        f"{_ORDER if tile.is_ordered else ''})"
+        "ptr noalias %w, i64 %panel_bytes, ptr noalias %y, i64 %y_columns)"
     )
     num_units = function.let(f"udiv i64 %columns, {tile.layout.step}")
     rows, panels = range(tile.num_rows), range(tile.num_panels)
@@ -231,19 +204,12 @@ def _unpack(layout: Layout, rows: Rows) -> str:
     return function.source()
 
 
-_ORDER: Final = ", ptr %order"
 _PASSED: Final[Fields] = (*JOB[:7], ("i64", "first"), ("i64", "end"))
 _ARGUMENTS: Final = ", ".join(f"{kind} %{name}" for kind, name in _PASSED)
 
 
 def _part(
-    name: str,
-    layout: Layout | PlainLayout,
-    tiles: Tiles,
-    rows: Rows,
-    unpacked: PlainLayout | None = None,
-    *,
-    is_ordered: bool = False,
+    name: str, layout: Layout | PlainLayout, tiles: Tiles, rows: Rows, unpacked: PlainLayout | None = None
 ) -> str:
     """Writes a function that multiplies all rows by the panels `[first, end)`, one group of panels at a time.
 
@@ -253,10 +219,6 @@ def _part(
             are unpacked during the product.
     """
     function = Function(f"@{name}({_ARGUMENTS})", is_internal=name != "part")
-    weights, order = "%weights", ""
-    if is_ordered:
-        order = f", ptr {function.let('load ptr, ptr %weights, align 8')}"
-        weights = function.let(f"load ptr, ptr {function.at('%weights', 8)}, align 8")
 
     def bytes_of(read: Layout | PlainLayout) -> str:
         return function.let(f"mul i64 {function.let(f'udiv i64 %columns, {read.block_weights}')}, {read.block_bytes}")
@@ -270,7 +232,7 @@ def _part(
             fits = function.let(f"icmp uge i64 {left}, {width}")
             num_panels = function.let(f"select i1 {fits}, i64 {width}, i64 {num_panels}")
         groups["step"] = num_panels
-        w = function.row(weights, groups["number"], panel_bytes)
+        w = function.row("%weights", groups["number"], panel_bytes)
         y = function.row("%y", groups["number"], LANES, "float")
         read_from, stride = w, panel_bytes
         if unpacked is not None:
@@ -292,7 +254,7 @@ def _part(
                     y_tile = function.at(y_row, LANES * first, "float")
                     function.lines.append(
                         f"  call void @{tile}_{height}_{at_once}(ptr {x_row}, i64 %columns, ptr {w_tile}, "
-                        f"i64 {stride}, ptr {y_tile}, i64 {y_columns}{order})"
+                        f"i64 {stride}, ptr {y_tile}, i64 {y_columns})"
                     )
             names["step"] = "%height"
     return function.source()

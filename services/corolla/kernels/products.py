@@ -52,7 +52,6 @@ class Kernel:
         layout: the layout of the panels.
         rows: the type of the rows: float32 or bfloat16; plain float32 weights need float32 rows.
         tilings: the tile sizes, which change no bit of the results; None: those that fit this processor.
-        is_ordered: whether the columns are in another order than the inputs.
 
     Raises:
         StartupError: llvmlite is not installed, or this processor cannot run the compiled functions.
@@ -63,16 +62,12 @@ class Kernel:
         layout: Layout | PlainLayout,
         rows: Rows = Rows.FLOAT32,
         tilings: Tilings | None = None,
-        *,
-        is_ordered: bool = False,
     ) -> None:
-        self._layout, self._rows, self._is_ordered = layout, rows, is_ordered
+        self._layout, self._rows = layout, rows
         if (reason := why_unavailable()) is not None:
             raise StartupError(f"COROLLA_QUANTIZATION does not work here: {reason}. Set it to none.")
         tilings = tilings or (WIDE if processor_features().get("avx512f") else NARROW)
-        source = module_source(
-            layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain, is_ordered=is_ordered
-        )
+        source = module_source(layout, rows, packed_tiles=tilings.packed, plain_tiles=tilings.plain)
         self._compiled = Compiled(source)
         self._share = self._compiled.address("share")
 
@@ -81,13 +76,12 @@ class Kernel:
         """The address of the function `part` (see `module_source`), for other compiled functions."""
         return self._compiled.address("part")
 
-    def multiply(self, rows: Tensor, panels: Tensor, order: Tensor | None = None) -> Tensor:
+    def multiply(self, rows: Tensor, panels: Tensor) -> Tensor:
         """The product `rows W^T`.
 
         Args:
             rows: `[R, in]` on the CPU, of any floating-point dtype; they are converted to the kernel's.
             panels: uint8 `[panels, blocks, bytes of a block]`, as `repack` or `lay_out` returns them.
-            order: int32 `[in]`, see `Panels`, if the kernel was made with `is_ordered`; otherwise None.
 
         Returns:
             float32 `[R, 16 * panels]`.
@@ -100,9 +94,6 @@ class Kernel:
         num_panels, num_blocks, _ = panels.shape
         if num_blocks * self._layout.block_weights != num_columns:
             raise ValueError(f"rows of {num_columns} numbers do not fit {num_blocks} blocks of {self._layout.name}")
-        if (order is not None) != self._is_ordered or (order is not None and len(order) != num_columns):
-            raise ValueError(f"an order does not fit {num_columns} columns")
-        weights = weights_of(panels, order)
         product = torch.empty(num_rows, num_panels * LANES, dtype=torch.float32)
         if not num_rows:
             return product
@@ -115,7 +106,7 @@ class Kernel:
         num_scratch_bytes = scratch_bytes(num_columns, self._rows) if unpacks else 0
         scratch = torch.empty(num_items * num_scratch_bytes, dtype=torch.uint8)
         job = _Job(
-            rows.data_ptr(), num_rows, num_columns, weights.data_ptr(), product.data_ptr(), num_panels,
+            rows.data_ptr(), num_rows, num_columns, panels.data_ptr(), product.data_ptr(), num_panels,
             scratch.data_ptr(), num_scratch_bytes, size,
         )  # fmt: skip
         share(self._share, ctypes.addressof(job), num_items, num_threads)
@@ -137,19 +128,9 @@ class Kernel:
         return rows
 
 
-def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32, *, is_ordered: bool = False) -> Kernel:
+def kernel_of(layout: Layout | PlainLayout, dtype: torch.dtype = torch.float32) -> Kernel:
     """The kernel for a layout and a dtype of hidden states, which the process makes once. Raises as `Kernel` does."""
-    return _kernel(layout, rows_of(dtype), is_ordered)
-
-
-def weights_of(panels: Tensor, order: Tensor | None) -> Tensor:
-    """The tensor that `part` gets as weights: the panels, or int64 `[2]` with the addresses of order and panels.
-
-    Args:
-        panels: uint8 `[panels, blocks, bytes of a block]`.
-        order: int32 `[in]` or None, see `Panels`.
-    """
-    return panels if order is None else torch.tensor([order.data_ptr(), panels.data_ptr()], dtype=torch.int64)
+    return _kernel(layout, rows_of(dtype))
 
 
 def rows_of(dtype: torch.dtype) -> Rows:
@@ -176,7 +157,9 @@ def multiplied(
         order: int32 `[in]` or None, see `Panels`.
     """
     flat = rows if rows.dim() == 2 else rows.flatten(0, -2)
-    product = kernel_of(layout, rows.dtype, is_ordered=order is not None).multiply(flat, panels, order)
+    if order is not None:
+        flat = flat.index_select(1, order)
+    product = kernel_of(layout, rows.dtype).multiply(flat, panels)
     if product.shape[1] != num_outputs:
         product = product[:, :num_outputs].contiguous()
     if bias is not None:
@@ -194,8 +177,8 @@ def plain_layout(dtype: torch.dtype) -> PlainLayout | None:
 
 
 @functools.cache
-def _kernel(layout: Layout | PlainLayout, rows: Rows, is_ordered: bool) -> Kernel:
-    return Kernel(layout, rows, is_ordered=is_ordered)
+def _kernel(layout: Layout | PlainLayout, rows: Rows) -> Kernel:
+    return Kernel(layout, rows)
 
 
 @functools.cache
