@@ -8,7 +8,6 @@ and head are the model's. `MtpModel` in transformers' `modeling_layers.py` compu
 """
 
 import copy
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -182,14 +181,15 @@ def load_mtp_parts(
         for name, parameter in parts.named_parameters():
             if name not in tensors:
                 raise CheckpointError(f"{checkpoint.name} lacks {name} of its multi-token prediction block.")
-            stored = ChunkedTensor(tensors[name], dtype)
-            if math.prod(stored.shape) != parameter.numel() or stored.shape[-1] != parameter.shape[-1]:
+            # A packed weight tells its shape only once it is read.
+            stored = ChunkedTensor(tensors[name], dtype)[:].to(dtype)
+            if stored.numel() != parameter.numel() or stored.shape[-1] != parameter.shape[-1]:
                 raise CheckpointError(
                     f"{checkpoint.name} has {name} of its multi-token prediction block in the shape "
                     f"{list(stored.shape)} where its config.json has "
                     f"{list(parameter.shape)}; correct config.json, or give a checkpoint that fits it."
                 )
-            parameter.data = stored[:].to(dtype)
+            parameter.data = stored
     parts = parts.eval().requires_grad_(False).to(torch.device(device))
     choose_products(replace_linears(parts), asked_for=products)
     return MtpParts(edges, head, parts)

@@ -241,7 +241,7 @@ def test_adapters_of_each_row_are_added(dtype: torch.dtype, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kind", ["Q8_0", "awq", "gptq-act-order"])
+@pytest.mark.parametrize("kind", ["Q8_0", "awq"])
 def test_packed_weights_are_compiled_too(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
