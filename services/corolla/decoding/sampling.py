@@ -91,9 +91,9 @@ class Sampler:
         """The bias of each token, float32 `[V]` on `device`."""
         # A fork may read logits of another device, such as those of a draft model.
         if self._bias is None or self._bias.device != device:
-            bias = torch.zeros(num_logits)
+            bias = torch.zeros(num_logits, dtype=torch.float32)
             token_ids, biases = zip(*self.params.logit_bias, strict=True)
-            bias[list(token_ids)] = torch.tensor(biases)
+            bias[list(token_ids)] = torch.tensor(biases, dtype=torch.float32)
             self._bias = to_device(bias, device, bias.dtype)
         return self._bias
 

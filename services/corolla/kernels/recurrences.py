@@ -88,7 +88,7 @@ def _run(
     if any(start >= end for start, end in itertools.pairwise(bounds)):
         raise ValueError("a row has no tokens, so nothing writes the state after it")
     after = [torch.empty_like(each) for each in states]
-    output = torch.empty(bounds[-1], shape.heads.num_heads, shape.heads.value_size)
+    output = torch.empty(bounds[-1], shape.heads.num_heads, shape.heads.value_size, dtype=torch.float32)
     addresses = [[each.data_ptr() for each in part] for part in (states, after)]
     tables = [(ctypes.c_int64 * len(each))(*each) for each in (*addresses, bounds)]
     job = _Job(

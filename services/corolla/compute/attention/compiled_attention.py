@@ -92,7 +92,7 @@ class CompiledAttention(AttentionBackend):
         tables = tables_of(batch, given.layer, given.window, shape)
         keys, values = batch.write(given.layer, given.key, given.value)
         query = given.query.contiguous()
-        output = torch.empty(*query.shape[:2], shape.value_size)
+        output = torch.empty(*query.shape[:2], shape.value_size, dtype=torch.float32)
         sinks = None if given.sinks is None else given.sinks.detach().float().contiguous()
         next_tokens, chunks, _states = jobs_of(
             tables, query.data_ptr(), keys, values, output.data_ptr(), page_tokens, shape, given.scaling, given.window,
@@ -121,7 +121,7 @@ class CompiledAttention(AttentionBackend):
             return None
         shape = HeadShape(element, sum(sizes), sizes[0], query.shape[1], max_sums(), rotated_size=sizes[1])
         tables = tables_of(batch, layer, None, shape)
-        output = torch.empty(*query.shape[:2], shape.value_size)
+        output = torch.empty(*query.shape[:2], shape.value_size, dtype=torch.float32)
         _, job, _states = jobs_of(
             tables, query.data_ptr(), latents, rotated, output.data_ptr(), store.pool.page_tokens, shape, scaling, None
         )
@@ -165,7 +165,7 @@ def jobs_of(
         intermediate results, float32 `[states * key heads * shape.state_floats]`: it must live as long as the jobs.
     """
     strides = (stride * shape.element_bytes for part in (keys, values) for stride in part.stride()[:2])
-    states = torch.empty(tables.num_states * keys.shape[1] * shape.state_floats)
+    states = torch.empty(tables.num_states * keys.shape[1] * shape.state_floats, dtype=torch.float32)
     common = (
         query, keys.data_ptr(), values.data_ptr(), output, tables.pages.data_ptr(), EXPONENTIAL.data_ptr(),
         keys.shape[1], page_tokens, *strides, float_bits(scaling), states.data_ptr(), tables.queries.data_ptr(),

@@ -361,7 +361,7 @@ def attend(
     if tables.max_queries == 1 and 4 * tables.num_pages * num_heads * head <= MOST_PART_BYTES:
         splits = max(1, min(width, _PROGRAMS // (num_rows * num_groups)))
         parts = torch.empty(tables.num_pages, num_heads, head, dtype=torch.float32, device=query.device)
-        sums, maxima = (torch.empty(tables.num_pages, num_heads, device=query.device) for _ in range(2))
+        sums, maxima = (torch.empty_like(parts[..., 0]) for _ in range(2))
         attending, merging = _attention_of_tokens(heads)
         launch(
             attending, (splits, num_groups, num_rows), query, keys, values, sinks, parts, sums, maxima, tables.pages,

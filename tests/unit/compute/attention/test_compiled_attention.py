@@ -174,6 +174,18 @@ def test_a_row_is_the_same_in_every_bit_in_whatever_company_and_place(num_new: i
             assert torch.equal(output, alone[number])
 
 
+def test_a_load_in_another_thread_that_changes_torchs_default_type_harms_no_memory() -> None:
+    rows = Rows([200, 60])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        outputs = [rows.attended([0, 1], num_new) for num_new in (1, 40)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for num_new, found in zip((1, 40), outputs, strict=True):
+        for number, output in enumerate(found):
+            assert (output - rows.expected(number, num_new)).abs().max() < 3e-6
+
+
 def test_chunks_and_next_tokens_stand_in_one_batch() -> None:
     rows = Rows([200, 60])
     caches = {0: rows.filled(0, 100), 1: rows.filled(1, 59)}
