@@ -99,7 +99,7 @@ class BlockServerSettings(ServiceSettings):
         None,
         description="Checkpoint of a small model with the same tokenizer. The server of the last block loads it on its "
         "device, and drafts tokens for requests that ask for it; its caches take a part of COROLLA_KV_CACHE_MIB. It "
-        "drafts for one session at a time, and the others wait: on a GPU it suits servers of few sessions. Or `mtp`: "
+        "drafts for one session at a time, and the others wait: on a GPU it pays with few sessions. Or `mtp`: "
         "the multi-token prediction block that comes with DeepSeek-V3 and GLM-4.5 drafts, for all sessions together.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(

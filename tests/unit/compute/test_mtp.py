@@ -105,7 +105,7 @@ def test_a_block_whose_weights_are_packed_computes_what_expanded_weights_do(
 ) -> None:
     source = make_mtp_checkpoint(family, tmp_path / "source", num_blocks=NUM_BLOCKS)
     folders = tmp_path / "packed", tmp_path / "expanded"
-    # Heads of latent attention are no whole groups.
+    # No group of numbers fits the narrow projections of latent attention.
     pack_checkpoint(source, *folders, FORMATS[kind](), plain=("shared_head", "embed_tokens", "self_attn"))
     chains = Chain(folders[0], quantization=quantization), Chain(folders[1])
     assert bool(chains[0].runner.model.packed_layers) == (quantization == "packed")

@@ -106,7 +106,14 @@ class PackedLinear(nn.Module):
         return self.on_gpu(rows)
 
     def on_gpu(self, rows: Tensor) -> Tensor:
-        """Does what `forward` does with panels on a GPU: `[..., in]` becomes `[..., out]` in the same dtype."""
+        """Does what `forward` does with panels on a GPU.
+
+        Args:
+            rows: `[..., in]`, in any float dtype, on the panels' device.
+
+        Returns:
+            `[..., out]` in the same dtype, on the same device.
+        """
         from corolla.kernels.triton.packed_launches import PanelViews, multiply_packed
 
         panels = cast(Tensor, self.panels)
