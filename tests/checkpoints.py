@@ -77,7 +77,15 @@ _LAYER_TYPES = ("sliding_attention", "full_attention", "full_attention", "slidin
 _RECURRENT_KINDS: Mapping[str, str] = {
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "conv"),
     **dict.fromkeys(
-        ("granitemoehybrid", "kimi_linear", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        (
+            "bailing_hybrid",
+            "granitemoehybrid",
+            "kimi_linear",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+        ),
         "linear_attention",
     ),
 }
@@ -199,6 +207,7 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         "moe_topk": 2, "routed_scaling_factor": 2.0,
     },
     "axk1": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "axk2": {**_ROUTED, **_LATENT, "n_group": 2, "topk_group": 1, **_INDEX, "gated_norm_rank": 4},
     # It keeps all keys of a text. Where it drops some, equal tokens tie, and torch breaks ties by a tensor's shape.
     "doge": {"keep_window_size": 512},
     "granite_swa": {**_GRANITE, **_WINDOW},
@@ -214,6 +223,11 @@ _FAMILY_FACTS: Mapping[str, Mapping[str, Any]] = {
         **_LATENT, "q_lora_rank": None, "model_max_length": CONTEXT_LENGTH, "linear_head_dim": 16,
         "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "num_experts": 4, "num_experts_per_token": 2,
         "moe_intermediate_size": 32,
+    },
+    "bailing_hybrid": {
+        **{name: size for name, size in _LATENT.items() if name != "q_lora_rank"}, **_HEAD_SIZE,
+        "model_max_length": CONTEXT_LENGTH, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 32,
+        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     },
     "lfm3": {**_HEAD_SIZE, **_WINDOW, "conv_L_cache": 3},
     "bamba": {**_MAMBA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},

@@ -8,9 +8,9 @@ from corolla.models.families import FAMILIES, Family
 from tests.tiers import quick
 
 # Names of modules and settings; whichever a family has, they are handled alike.
-_PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm", "required", "set_in_blocks", "stored_prefix"})
+_PLACES: Final = frozenset({"model_type", "layers", "embedding", "norm", "required", "set_in_blocks", "stored_as"})
 
-_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "picks_tokens", "read_weights"})
+_WITHIN_BLOCKS: Final = frozenset({"fused", "has_rope_alpha", "packs_states", "picks_tokens", "read_weights"})
 """What decides only how a block computes: tests of spans compare these bit for bit."""
 
 SHAPES: Final = ("llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "lfm2", "qwen3_next")

@@ -447,7 +447,9 @@ PUBLISHED: Final[tuple[Published, ...]] = (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.25}},
         rewrite=write_bailing, logits=bailing_logits,
     ),
+    Published("Ling-3.0-Flash", "bailing_hybrid"),
     Published("Hunyuan-A13B", "hunyuan_v1_moe"),
+    Published("A.X-K2-Light", "axk2", text={"n_group": None, "topk_group": None}),
 )  # fmt: skip
 
 

@@ -241,9 +241,10 @@ class Checkpoint:
             count = int(self.config.n_routed_experts)
             experts = ((name, _EXPERT.search(name)) for name in found)
             found = {name: found[name] for name, expert in experts if expert is None or int(expert[1]) < count}
-        if (prefix := self.family.stored_prefix) is None:
+        if self.family.stored_as is None:
             return found
-        return {re.sub(rf"^{re.escape(prefix)}", "model.", name): stored for name, stored in found.items()}
+        old, new = self.family.stored_as
+        return {re.sub(rf"^{re.escape(old)}", new, name): stored for name, stored in found.items()}
 
     @property
     def num_blocks(self) -> int:

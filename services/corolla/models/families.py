@@ -103,7 +103,7 @@ class Family:
         layers: the ModuleList of blocks.
         embedding: the token embedding; not part of a span.
         norm: the final norm; not part of a span.
-        stored_prefix: what names in files begin with in place of `model.`, if it is something else.
+        stored_as: what some names in files begin with, and what these begin with in the model; None: they are alike.
         bypassed: further modules that run before block 0 and map hidden states to hidden states; a span skips them.
         learned_positions: the module that is added to the embedding by position, or None.
         unit_scalars: attributes of the base model that multiply the embedding; a span sets them to 1.0.
@@ -126,7 +126,7 @@ class Family:
     layers: str = "layers"
     embedding: str = "embed_tokens"
     norm: str = "norm"
-    stored_prefix: str | None = None
+    stored_as: tuple[str, str] | None = None
     bypassed: tuple[str, ...] = ()
     learned_positions: str | None = None
     unit_scalars: tuple[str, ...] = ()
@@ -246,9 +246,15 @@ _FAMILIES = (
             past=Past(caches_latents=True, picks_tokens=True),
             read_weights=("kv_b_proj",),
         )
-        for name in ("deepseek_v32", "glm_moe_dsa")
+        for name in ("axk2", "deepseek_v32", "glm_moe_dsa")
     ),
     Family("minimax_m3_vl_text", packs_rows=False, past=Past(picks_tokens=True)),
+    Family(
+        "bailing_hybrid",
+        stored_as=("model.word_embeddings.", "model.embed_tokens."),
+        past=Past(caches_latents=True, keeps_states=True),
+        read_weights=("kv_b_proj",),
+    ),
     Family(
         "kimi_linear",
         past=Past(caches_latents=True, keeps_states=True, packs_states=True),
@@ -267,7 +273,7 @@ _FAMILIES = (
         "nemotron_h",
         embedding="embeddings",
         norm="norm_f",
-        stored_prefix="backbone.",
+        stored_as=("backbone.", "model."),
         past=Past(keeps_states=True, packs_states=True),
         # transformers holds the time steps of a call to `time_step_min` unless the call has one token, so its answers
         # depend on how a text is cut. The publisher's code has no such bound.
@@ -306,21 +312,17 @@ UNSERVED: Mapping[str, str] = {
         "blocks take inputs made from token ids, and keys and values of other blocks",
     ),
     **dict.fromkeys(("zamba", "zamba2"), "blocks far apart share one block's weights"),
-    "deepseek_v4": "attention to runs of tokens that an index picks",
+    "deepseek_v4": "attention to runs of tokens that an index picks, and blocks that hand on several tensors",
     **dict.fromkeys(("minimax", "rwkv", "xlstm"), "a cache of their own kind"),
     **dict.fromkeys(
-        ("hrm_text", "inkling_text", "inkling2_text", "qwen4_exp_text", "zaya"),
+        ("hrm_text", "hy_v4", "inkling_text", "inkling2_text", "qwen4_exp_text", "zaya"),
         "blocks hand on several tensors, run again, or keep several states",
     ),
     "nanochat": "one norm runs before the first block, too",
     "diffllama": "it draws random numbers as it is built",
     **dict.fromkeys(("ctrl", "openai-gpt", "xlnet"), "no cache, or a unique one"),
     **dict.fromkeys(
-        (
-            "axk2", "bailing_hybrid", "blt", "cohere_compass_text", "dots3_note_text", "hy_v4", "modernbert-decoder",
-            "recurrent_gemma",
-        ),
-        "not tried yet",
+        ("blt", "cohere_compass_text", "dots3_note_text", "modernbert-decoder", "recurrent_gemma"), "not tried yet"
     ),
 }  # fmt: skip
 """What stands in the way of decoder-only families of transformers."""

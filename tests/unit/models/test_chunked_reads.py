@@ -93,9 +93,9 @@ def assert_same_in_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatc
 
 # Those that name modules which stay in float32, and one whose routers are made so.
 _WIDE_FAMILIES = (
-    "afmoe", "axk1", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flint", "glm4_moe",
-    "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "hy_v3", "kolibri1", "longcat_flash",
-    "mimo_v2_flash", "nemotron_h", "solar_open",
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "hunyuan_v1_moe", "hy_v3", "kolibri1",
+    "longcat_flash", "mimo_v2_flash", "nemotron_h", "solar_open",
 )  # fmt: skip
 
 
