@@ -1,26 +1,19 @@
-"""Exponential back-off: how long to wait before something that failed is started again."""
+"""Exponential back-off: how long to wait before something that failed is started again. Pure."""
 
-from dataclasses import dataclass
+from typing import Final
+
+_FIRST_S: Final = 0.5
+_MOST_S: Final = 30.0
+_HEALTHY_S: Final = 60.0
 
 
-@dataclass
 class Backoff:
-    """The delay before a failed task is started again. It doubles each time, and starts anew after a healthy task.
+    """The delay before a failed task is started again. It doubles each time, and starts anew after a minute of life."""
 
-    Attributes:
-        first_s: The delay before the first restart.
-        most_s: The longest delay.
-        healthy_s: A task that lived this long counts as healthy, so the delay starts anew.
-    """
-
-    first_s: float = 0.5
-    most_s: float = 30.0
-    healthy_s: float = 60.0
-    _next_s: float = 0.0
+    def __init__(self) -> None:
+        self._next_s = _FIRST_S
 
     def delay_s(self, lived_s: float) -> float:
-        if lived_s >= self.healthy_s or not self._next_s:
-            self._next_s = self.first_s
-        delay_s = self._next_s
-        self._next_s = min(2 * self._next_s, self.most_s)
+        delay_s = _FIRST_S if lived_s >= _HEALTHY_S else self._next_s
+        self._next_s = min(2 * delay_s, _MOST_S)
         return delay_s

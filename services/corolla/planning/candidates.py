@@ -62,17 +62,16 @@ def speed_bounds(servers: Iterable[pb.PlacedServer]) -> dict[str, float]:
     median itself for a doubted server. If no other server has measured its speed, there is no bound.
     """
     servers = list(servers)
-    measured = _measured((each.server.fingerprint, _claimed_speed(each)) for each in servers)
+    measured = claimed_speeds(servers)
     return {
         each.server.server_id: _bound(measured[each.server.fingerprint], _claimed_speed(each), each.doubted)
         for each in servers
     }
 
 
-def claimed_speeds(servers: Iterable[pb.PlacedServer], fingerprint: str) -> list[float]:
-    """Returns the speeds that servers with these weights have measured, sorted."""
-    alike = (each for each in servers if each.server.fingerprint == fingerprint)
-    return sorted(speed for each in alike if (speed := _claimed_speed(each)))
+def claimed_speeds(servers: Iterable[pb.PlacedServer]) -> dict[str, list[float]]:
+    """Returns the speeds that servers have measured, sorted, by fingerprint."""
+    return _measured((each.server.fingerprint, _claimed_speed(each)) for each in servers)
 
 
 def speed_among(server: pb.ServerDescription, others: Sequence[float]) -> float:

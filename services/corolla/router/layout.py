@@ -28,7 +28,7 @@ class Layout:
         self._num_blocks = roster.num_blocks if roster.servers else 0
         # The spans, and the sorted speeds that were measured; both by fingerprint.
         self._hosted: dict[str, list[HostedSpan]] = {}
-        self._speeds: dict[str, list[float]] = {}
+        self._speeds = claimed_speeds(roster.servers)
 
     def has(self, server: pb.ServerDescription) -> bool:
         """A server with this id or at this address is placed."""
@@ -65,7 +65,7 @@ class Layout:
             HostedSpan(span, self._speed(server), end_blocks_of(server), server.kind)
         )
         if server.decode_tokens_per_second:
-            insort(self._measured(server.fingerprint), server.decode_tokens_per_second)
+            insort(self._speeds.setdefault(server.fingerprint, []), server.decode_tokens_per_second)
         self._ids.add(server.server_id)
         self._addresses.add(server.address)
         self._num_blocks = server.num_model_blocks
@@ -76,10 +76,5 @@ class Layout:
             self._hosted[fingerprint] = self._roster.hosted(fingerprint)
         return self._hosted[fingerprint]
 
-    def _measured(self, fingerprint: str) -> list[float]:
-        if fingerprint not in self._speeds:
-            self._speeds[fingerprint] = claimed_speeds(self._roster.servers, fingerprint)
-        return self._speeds[fingerprint]
-
     def _speed(self, server: pb.ServerDescription) -> float:
-        return speed_among(server, self._measured(server.fingerprint))
+        return speed_among(server, self._speeds.get(server.fingerprint, ()))

@@ -169,7 +169,7 @@ class RouterProcess:
             Part("watches", stop=self._watches.close),
             Part("tasks", stop=self._tasks.close),
             Part("metrics", self._metrics_endpoint.start, ["metrics port"]),
-            Part("certificates", self._renew_certificates, ["tasks"]),
+            Part("certificates", lambda: self._network.start_renewal(self._tasks), ["tasks"]),
             Part("calls", self._rpc.start, ["grpc port"]),
             Part("redis", self._wait_for_redis, ["store"]),
             Part("placement", self._keep_placement, ["redis", "tasks"]),
@@ -195,9 +195,6 @@ class RouterProcess:
     async def stop(self) -> None:
         """Sets health to NOT_SERVING, ends the watches, lets running calls finish and closes everything."""
         await self._parts.stop()
-
-    def _renew_certificates(self) -> None:
-        self._network.start_renewal(self._tasks)
 
     def _keep_placement(self) -> None:
         self._tasks.start_essential(self._observe_placement, "placement_statistics")
