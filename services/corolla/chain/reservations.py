@@ -481,6 +481,9 @@ class Reservations:
         while lower := binding.before_common_end([binding.num_cached_tokens] * len(chain.hops)):
             try:
                 await self.own(binding, lower)
+            except asyncio.CancelledError:
+                self._undo(identities, open_options, chain)
+                raise
             except NotOpened as refused:
                 # Replicas of the hops that hold least may hold as much as those that have no room for copies.
                 poorer = [hop for number, hop in enumerate(chain.hops) if number not in lower]

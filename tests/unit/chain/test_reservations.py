@@ -1,6 +1,8 @@
 """Hops that have too many sessions to open. The test replaces the search for servers and the streams to them."""
 
+import asyncio
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,8 +106,11 @@ async def test_a_session_waits_for_pages_of_its_text_that_others_compute(
 class UnevenPlane:
     """Two hops of which the first one holds more of a text than the second, and shares it."""
 
-    def __init__(self, *, is_full: bool) -> None:
+    def __init__(self, *, is_full: bool = False, is_slow: bool = False) -> None:
         self.is_full = is_full
+        self.is_slow = is_slow
+        self.is_waiting = asyncio.Event()
+        self.closed = list[str]()
         self.opens = list[tuple[str, int, bool]]()
         self.taken_back = list[str]()
 
@@ -116,6 +121,9 @@ class UnevenPlane:
         self.opens.append((address, request.write_start, request.resume))
         if len(self.opens) > 2 and self.is_full:
             raise OutOfPages("too few pages")
+        if len(self.opens) > 2 and self.is_slow:
+            self.is_waiting.set()
+            await asyncio.Event().wait()
         num_held = 64 if address == "a:1" else 32
         return pb.Opened(num_cached_tokens=num_held, common_end=min(num_held, request.write_start))
 
@@ -126,32 +134,46 @@ class UnevenPlane:
     def welcome(self, _address: str) -> pb.Welcome:
         return pb.Welcome()
 
-    def close_session(self, *_args: Any) -> None:
-        pass
+    def close_session(self, hops: Sequence[common_pb2.Hop], _identity: SessionIdentity) -> None:
+        self.closed += [hop.server_id for hop in hops]
+
+
+UNEVEN = OpenOptions(
+    max_tokens=90, transient=True, texts=[TextDigests(range(80))], write_start=reservations.ALL_TOKENS,
+    only_chain=common_pb2.Chain(
+        hops=[
+            common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=start + 2))
+            for name, start in (("a", 0), ("b", 2))
+        ],
+        fingerprint="weights",
+    ),
+)  # fmt: skip
+
+
+async def test_a_caller_that_goes_while_a_hop_is_opened_again_leaves_no_session() -> None:
+    plane = UnevenPlane(is_slow=True)
+    opening = asyncio.create_task(reservations_on(plane, 1.0).reserve([IDENTITY], UNEVEN))
+    await plane.is_waiting.wait()
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert opening.cancelled()
+    assert plane.closed == ["a", "b"]
 
 
 @pytest.mark.parametrize("is_full, has_replica", [(False, True), (True, False), (True, True)])
 async def test_a_hop_that_shares_more_than_another_one_is_opened_again(is_full: bool, has_replica: bool) -> None:
     """Where it has no room for copies, a replica of the other one may hold as much."""
     plane, refused = UnevenPlane(is_full=is_full), list[str]()
-    hops = [
-        common_pb2.Hop(server_id=name, address=f"{name}:1", span=common_pb2.BlockSpan(start=start, end=start + 2))
-        for name, start in (("a", 0), ("b", 2))
-    ]
-    options = OpenOptions(
-        max_tokens=90, transient=True, texts=[TextDigests(range(80))], write_start=reservations.ALL_TOKENS,
-        only_chain=common_pb2.Chain(hops=hops, fingerprint="weights"),
-    )  # fmt: skip
     opening = reservations_on(plane, 1.0)
     routes: Any = opening.routes
     routes.on_open_refused = lambda server_id, _failure: refused.append(server_id)
     routes.has_replica = lambda _hop: has_replica
     if is_full:
         with pytest.raises(OutOfPages):
-            await opening.reserve([IDENTITY], options)
+            await opening.reserve([IDENTITY], UNEVEN)
         assert refused == ["b" if has_replica else "a"]
     else:
-        binding = await opening.reserve([IDENTITY], options)
+        binding = await opening.reserve([IDENTITY], UNEVEN)
         assert (binding.num_cached_tokens, binding.write_start) == (32, 32)
     assert plane.opens == [("a:1", 80, False), ("b:1", 80, False), ("a:1", 32, True)]
     assert plane.taken_back == ["a:1"]
