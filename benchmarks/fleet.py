@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from corolla.chain.placement import PlacementWatch
 from corolla.chain.routes import Routes
 from corolla.chassis.errors import CorollaError
 from corolla.local.ports import Ports
+from corolla.v1 import common_pb2
+from corolla.v1 import router_pb2 as pb
 from tests.embedded_redis import EmbeddedRedis
 
 Pipe = TypeVar("Pipe", asyncio.StreamReader, asyncio.StreamWriter)
@@ -82,13 +85,20 @@ async def _fleet(redis_url: str, count: int, options: argparse.Namespace) -> lis
             *await _plans("router", count, by_router, (5.0, 200.0)),
             *await _refused(control, count),
         ]
-        async with _client_services(address, model, options.clients) as clients:
+        async with _client_services(address, model, options.clients) as (clients, watch):
             found += await _spreads(clients, count, options.sessions)
 
             async def by_client() -> None:
                 await clients[0].plan(num_tokens=0)
 
+            async def after_a_push() -> None:
+                watch.take(_push_of_one(watch))
+                await clients[0].plan(num_tokens=0)
+
             found += await _plans("client service", count, by_client, (1.0, 1000.0))
+            found += await _plans(
+                "client service, to which one server's load was pushed", count, after_a_push, (5.0, 200.0)
+            )
         await control.close()
     return found
 
@@ -168,6 +178,15 @@ async def _plans(
         figure(f"{count} servers: a plan of a {who}", "ms", took_ms, at_most(most_ms)),
         figure(f"{count} servers: plans of a {who}, one after another", "1/s", [per_s], at_least(least_per_s)),
     ]
+
+
+def _push_of_one(watch: PlacementWatch) -> pb.Placement:
+    """What a router pushes when the load of one server is another one."""
+    before = random.choice(watch.servers)
+    now = pb.PlacedServer(server=pb.ServerDescription(server_id=before.server.server_id), state=before.state)
+    now.load.CopyFrom(before.load)
+    now.load.num_sessions += 1
+    return pb.Placement(servers=[now], cheapest_chain=common_pb2.Chain(), change=pb.PlacementChange(same_adapters=True))
 
 
 async def _refused(control: ControlPlane, count: int) -> list[Figure]:
@@ -266,8 +285,8 @@ async def _until_answers(address: str) -> None:
 
 
 @asynccontextmanager
-async def _client_services(address: str, model: str, count: int) -> AsyncIterator[list[Routes]]:
-    """The planners of client services, once each has a placement."""
+async def _client_services(address: str, model: str, count: int) -> AsyncIterator[tuple[list[Routes], PlacementWatch]]:
+    """The planners of client services, once each has a placement, and the watch of the first one."""
     controls = [ControlPlane(address, model) for _ in range(count)]
     watches = [PlacementWatch(control) for control in controls]
     running = [asyncio.create_task(watch.run()) for watch in watches]
@@ -276,10 +295,11 @@ async def _client_services(address: str, model: str, count: int) -> AsyncIterato
             async with asyncio.timeout(PATIENCE_S):
                 while not watch.servers:
                     await watch.wait_for_update(1.0)
-        yield [
+        routes = [
             Routes(control, watch, Server.fingerprint, NUM_BLOCKS)
             for control, watch in zip(controls, watches, strict=True)
         ]
+        yield routes, watches[0]
     finally:
         for task in running:
             task.cancel()
