@@ -12,6 +12,7 @@ from corolla.chassis.errors import SettingsError
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S: Final = 2.0
+_MOST_READS: Final = 8
 
 Contents = tuple[bytes, ...]
 
@@ -73,12 +74,14 @@ class WatchedFiles:
             log.info("now using the changed files", extra={"folder": str(self._folder)})
 
     def _take_all(self) -> Contents:
-        contents = self._read()
-        self._take(contents)
-        # `take` may have read the files itself, so their contents must still be the same.
-        if self._read() != contents:
-            raise ValueError("the files changed while they were read")
-        return contents
+        for _ in range(_MOST_READS):
+            contents = self._read()
+            self._take(contents)
+            # `take` may have read the files itself, so their contents must still be the same. They may not be at a
+            # start, when an issuer that starts at the same time writes its revocations.
+            if self._read() == contents:
+                return contents
+        raise ValueError("the files change again and again while they are read")
 
     def _read(self) -> Contents:
         needed = [(self._folder / name).read_bytes() for name in self._names]

@@ -26,6 +26,7 @@ from corolla.trust.credentials import (
     PublicCertificate,
     workload_of_call,
 )
+from corolla.trust.watched_files import Contents, WatchedFiles
 from corolla.trust.workload import Role, Workload
 from tests.identities import Identities
 
@@ -196,6 +197,26 @@ def test_files_that_make_no_sense_leave_what_there_was(tmp_path: Path, caplog: p
     identities.authority.issue(folder, ROUTER, ["127.0.0.1"])
     credentials.files.refresh()
     assert credentials.version == 2
+
+
+@pytest.mark.parametrize("number", [1, 100])
+def test_files_that_change_at_a_start_are_read_again_and_not_for_ever(tmp_path: Path, number: int) -> None:
+    """An issuer that starts beside a service writes its revocations meanwhile."""
+    file, taken = tmp_path / "crl.pem", list[bytes]()
+
+    def take(contents: Contents) -> None:
+        taken.extend(contents)
+        file.write_bytes(str(min(len(taken), number)).encode())
+
+    def watched() -> WatchedFiles:
+        return WatchedFiles("COROLLA_TLS_DIR", tmp_path, (), take, optional=(file.name,))
+
+    if number == 1:
+        watched()
+        assert taken == [b"", b"1"]
+    else:
+        with pytest.raises(SettingsError, match="again and again"):
+            watched()
 
 
 async def test_a_certificate_that_has_ended_is_worth_nothing(tmp_path: Path) -> None:
