@@ -107,20 +107,19 @@ def test_symmetric_zero_points_may_be_stored_as_they_are(tmp_path: Path) -> None
     assert_equal(*make_packed_checkpoint("llama", tmp_path, made))
 
 
-@pytest.mark.parametrize("name", quick(["fp8-blocks", "ct-mxfp4", "bnb-nf4"], "fp8-blocks", "ct-mxfp4"))
+@pytest.mark.parametrize("name", quick(["fp8-blocks", "ct-mxfp4", "bnb-nf4"], "fp8-blocks"))
 def test_experts_are_expanded(tmp_path: Path, name: str) -> None:
     assert_equal(*make_packed_checkpoint("qwen3_moe", tmp_path, FORMATS[name]()))
 
 
-@pytest.mark.parametrize("name", quick(["gptq", "awq", "fp8-blocks", "w4a16", "bnb-int8"], "gptq", "fp8-blocks"))
+@pytest.mark.parametrize("name", quick(["gptq", "awq", "fp8-blocks", "w4a16", "bnb-int8"], "gptq"))
 def test_the_head_may_be_packed_and_modules_may_be_left_as_they_are(tmp_path: Path, name: str) -> None:
     plain = ("layers.1.mlp.", "self_attn.k_proj")
     assert_equal(*make_packed_checkpoint("qwen2", tmp_path, FORMATS[name](), plain=plain, with_head=True))
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8-blocks", "w8a8"])
-def test_a_tied_head_has_the_embedding(tmp_path: Path, name: str) -> None:
-    assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS[name](), changes={"tie_word_embeddings": True}))
+def test_a_tied_head_has_the_embedding(tmp_path: Path) -> None:
+    assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS["gptq"](), changes={"tie_word_embeddings": True}))
 
 
 @pytest.mark.parametrize(
