@@ -505,6 +505,8 @@ async def test_a_beginning_is_computed_where_its_holder_does_not_answer(
                 wires.freeze(address)
 
         monkeypatch.setattr(HandoverSender, "copy_settled", copy_until_it_freezes)
+        # One part is read at a time.
+        monkeypatch.setattr("corolla.block_server.handover.sender.MOST_BYTES_AT_ONCE", 1)
         if not num_parts:
             freeze()
         answer = await client.generate(NEXT_TURN, max_tokens=NUM_NEW, ignore_eos=True)

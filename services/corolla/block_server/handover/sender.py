@@ -30,7 +30,7 @@ from corolla.wire.tensors import describe_prompts, to_payload
 PART_BYTES = 4 << 20
 PART_BYTES_OF_GPUS = 16 << 20
 """Each part waits for the iteration that runs, which takes a GPU longer than to copy the part."""
-_MOST_BYTES_AT_ONCE: Final = 16 << 20
+MOST_BYTES_AT_ONCE: Final = 16 << 20
 """The most bytes of settled tokens that are read for a standby between two iterations, which wait for that."""
 _ANSWER_TIMEOUT_S: Final = 5.0
 _MOST_OF_STATES: Final = 16
@@ -258,7 +258,7 @@ class HandoverSender:
                 if has_states:
                     progress.states_at = num_held
                 parts.append(self._read(held, start, num_tokens, is_last=False, has_states=has_states))
-                if end == num_settled or len(parts) * self.max_part_bytes >= _MOST_BYTES_AT_ONCE:
+                if end == num_settled or len(parts) * self.max_part_bytes >= MOST_BYTES_AT_ONCE:
                     return parts
 
         self._check_states(session)
