@@ -21,12 +21,13 @@ from corolla.chain import recovery_plan
 from corolla.chain.recovery import Recovery
 from corolla.chain.recovery_plan import ReplaySegment
 from corolla.chain.replay import Replayer
+from corolla.chain.reservations import ChainBinding
 from corolla.chain.routes import Routes
 from corolla.chain.session import ChainSession
 from corolla.chain.standby_hops import StandbyHops
 from corolla.chain.streams import DataPlane
 from corolla.chain.token_stream import RoundTokens, TokenStream
-from corolla.chassis.errors import HopLate, HopSessionLost
+from corolla.chassis.errors import HopLate, HopSessionLost, NoChain
 from corolla.decoding.sampler_record import SamplerRecord
 from corolla.v1 import blocks_pb2 as pb
 
@@ -252,9 +253,10 @@ def _evicted_standby_filled(right: Any, self: Any, session_id: bytes, *args: Any
 
 
 @_mutant("standby never filled", HandoverSender, "copy_settled")
-async def _standby_never_filled(_right: Any, self: HandoverSender, *_copy: Any) -> None:
+async def _standby_never_filled(_right: Any, self: HandoverSender, *_copy: Any) -> int:
     """A hop has a standby and copies nothing there."""
     await asyncio.Event().wait()
+    return 0
 
 
 @_mutant("push stops", CopiesToStandbys, "_until_due")
@@ -273,6 +275,36 @@ async def _another_replacement(right: Any, self: Routes, *args: Any, **options: 
 def _text_computed_again(_right: Any, opened: pb.Opened, position: int) -> int:
     """A hop that lacks some tokens gets the whole text again."""
     return position if opened.num_cached_tokens >= position >= opened.min_position else 0
+
+
+_STANDBYS: Final[set[str]] = set()
+
+
+@_mutant("standby taken for filled", ChainBinding, "rebind")
+def _standby_taken_for_filled(right: Any, self: ChainBinding, opened: ChainBinding) -> None:
+    """A standby that is behind is treated as filled, and what it lacks is not computed."""
+    _STANDBYS.update(each.server_id for each in self.standbys.hops)
+    right(self, opened)
+    for hop, on_hop in zip(self.chain.hops, self.open_replies, strict=True):
+        for number, reply in enumerate(on_hop if hop.server_id in _STANDBYS else ()):
+            reply.num_cached_tokens = max(each[number].num_cached_tokens for each in self.open_replies)
+
+
+@_mutant("both lost", Recovery, "_open_again")
+async def _both_lost(right: Any, self: Recovery, job: Any) -> None:
+    """A session ends that loses a hop together with its standby."""
+    by_hop = job.binding.standbys.by_hop
+    if any(server_id in job.lost and each.hop.server_id in job.lost for server_id, each in by_hop.items()):
+        raise NoChain("a hop and its standby were lost")
+    await right(self, job)
+
+
+@_mutant("standby not named again", StandbyHops, "distrust")
+def _standby_not_named_again(right: Any, self: StandbyHops, positions: Any) -> None:
+    """After a loss or a move, standbys count as named, though no hop copies to them in the new epoch."""
+    right(self, positions)
+    for each in self.by_hop.values():
+        each.is_named = True
 
 
 @_mutant("standby stays behind", StandbyHops, "settle")

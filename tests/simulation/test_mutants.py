@@ -8,9 +8,10 @@ from tests.simulation.run import run
 MOST_SEEDS = 240
 # No seed before these finds them; once a change of the services changes what seeds draw, the others do.
 LIKELY_SEEDS = {
-    "sampler kept": 286, "step again": 74, "round again": 30, "no quarantine": 12, "part not written": 3,
+    "sampler kept": 171, "step again": 74, "round again": 10, "no quarantine": 17, "part not written": 3,
     "evicted standby filled": 6, "standby never filled": 98, "push stops": 98, "another replacement": 202,
-    "text computed again": 247, "standby stays behind": 343,
+    "text computed again": 247, "standby stays behind": 98, "standby taken for filled": 127, "both lost": 375,
+    "standby not named again": 147,
 }  # fmt: skip
 
 
