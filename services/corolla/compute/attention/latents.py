@@ -403,17 +403,22 @@ def picked_attention(
         return output, None
     weights = _Weights(module)
     own = weights.queries(query[0]).float() * scaling
-    bias = torch.zeros_like(attention_mask[0, 0], dtype=torch.float32).masked_fill_(~attention_mask[0, 0], -torch.inf)
-    latents, rotated = key[0, 0], value[0, 0]
+    latents, rotated, is_seen = key[0, 0], value[0, 0], attention_mask[0, 0]
     if picked.shape[1] == len(latents):
-        (summed,), _ = _shared_keys(own, latents.float(), rotated.float(), bias)
+        (summed,), _ = _shared_keys(own, latents.float(), rotated.float(), _bias_of(is_seen))
     else:
         of_tokens = (
-            _shared_keys(own[:, at, None], latents[seen].float(), rotated[seen].float(), bias[at, None, seen])[0][0]
+            _shared_keys(
+                own[:, at, None], latents[seen].float(), rotated[seen].float(), _bias_of(is_seen[at, None, seen])
+            )[0][0]
             for at, seen in enumerate(picked)
         )
         summed = torch.cat([*of_tokens], dim=1)
     return weights.outputs(summed.to(query.dtype)), None
+
+
+def _bias_of(is_seen: Tensor) -> Tensor:
+    return torch.zeros_like(is_seen, dtype=torch.float32).masked_fill_(~is_seen, -torch.inf)
 
 
 AttentionMaskInterface.register(PICKED, sdpa_mask)

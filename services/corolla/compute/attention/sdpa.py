@@ -18,7 +18,7 @@ class SdpaAttention(AttentionBackend):
 
     def attend(self, batch: AttentionBatch, given: LayerInput) -> Tensor:
         """See `AttentionBatch.attend`."""
-        query, window, scaling = given.query, given.window, given.scaling
+        query, window = given.query, given.window
         tensors = batch.write(given.layer, given.key, given.value)
         outputs = []
         for number, row in enumerate(batch.rows):
@@ -29,9 +29,7 @@ class SdpaAttention(AttentionBackend):
             keys, values = (batch.store.decoded(gathered(tensor, extents)).unsqueeze(0) for tensor in tensors)
             mask = _mask(row, first_key, window, query.device)
             if given.softcap is None and given.sinks is None:
-                # transformers' function reads only these attributes of an attention module.
-                module: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // given.key.shape[1], is_causal=True)
-                output = sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)[0]
+                output = _attend_by_sdpa(queries, keys, values, mask, given.scaling)
             else:
                 output = _attend_eagerly(queries, keys, values, mask, given)
             outputs.append(output[0])
@@ -52,6 +50,21 @@ def _mask(row: PackedRow, first_key: int, window: int | None, device: torch.devi
     if window is not None:
         mask &= keys > queries - window
     return mask[None, None]
+
+
+def _attend_by_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """The output of transformers' function for one row, `[1, num_tokens, heads, value size]`, with fewer copies."""
+    groups = query.shape[1] // keys.shape[1]
+    is_batch = query.device.type == "cpu" and mask is not None and query.shape[2] > 1 and groups > 1
+    if is_batch:
+        # transformers would copy all keys and values for each query head that shares them, gigabytes of a long text.
+        # If each key head is an entry of a batch, its query heads read the same memory, and the bits are the same.
+        query = query.view(-1, groups, *query.shape[2:])
+        keys, values = (each[0].unsqueeze(1).expand(-1, groups, -1, -1) for each in (keys, values))
+    # transformers' function reads only these attributes of an attention module.
+    module: Any = SimpleNamespace(num_key_value_groups=1 if is_batch else groups, is_causal=True)
+    output = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0]
+    return output.transpose(0, 1).flatten(1, 2).unsqueeze(0) if is_batch else output
 
 
 def _attend_eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, given: LayerInput) -> Tensor:

@@ -1,18 +1,23 @@
 """Each attention backend is right, by itself and as the choice at start sees it."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from corolla.cache.store import KVStore
 from corolla.chassis.errors import StartupError
 from corolla.compute.attention import backends, paged_triton
 from corolla.compute.attention.backends import BACKENDS, choose_backend, largest_difference
-from corolla.compute.attention.base import AttentionBatch, AttentionShape, LayerInput
+from corolla.compute.attention.base import AttentionBatch, AttentionShape, LayerInput, PackedRow
 from corolla.compute.attention.compiled_attention import CompiledAttention
 from corolla.compute.attention.sdpa import SdpaAttention
 from corolla.compute.span_runner import SpanRunner
@@ -58,6 +63,35 @@ def test_the_trial_of_a_text_of_many_pages(name: str, window: int | None) -> Non
         BACKENDS[name](), CPU, torch.float32, 64, AttentionShape(window=window), pages_of_text=20
     )
     assert difference <= 2e-6
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (64, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_has_the_bits_of_transformers_without_copies_of_shared_keys(
+    sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    num_tokens, num_keys, generator = 6, 4000, torch.Generator().manual_seed(0)
+    query = torch.randn(num_tokens, 32, sizes[0], generator=generator).to(dtype)
+    key, value = (torch.randn(num_keys, 2, size, generator=generator).to(dtype) for size in sizes)
+    store = KVStore(num_keys // 32, 32, [None])
+    cache = store.new_cache()
+    cache.reserve(num_keys)
+    cache.prepare(0, num_keys)
+    before = num_keys - num_tokens
+    AttentionBatch(store, [PackedRow(cache, 0, 0, before)], SdpaAttention()).write(0, key[:before], value[:before])
+    batch = AttentionBatch(store, [PackedRow(cache, before, 0, num_tokens)], SdpaAttention())
+    given = LayerInput(0, query, key[before:], value[before:], 0.125)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        found = batch.backend.attend(batch, given)
+    mask = torch.ones(num_tokens, num_keys, dtype=torch.bool).tril(before)
+    module: Any = SimpleNamespace(num_key_value_groups=16, is_causal=True)
+    of_row, keys, values = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    expected, _ = sdpa_attention_forward(module, of_row, keys, values, mask[None, None], scaling=0.125)
+    assert torch.equal(found, expected[0])
+    if sizes[0] == sizes[1]:
+        events: Any = profiler.profiler.kineto_results.events()
+        changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
+        assert max(itertools.accumulate(change for _, change in changes)) < 4 * (key.nbytes + value.nbytes)
 
 
 @pytest.mark.parametrize("window", [None, 4, 40])
