@@ -80,7 +80,7 @@ class Places:
     """Where to ask.
 
     Attributes:
-        services: host:port of each service by its name.
+        services: host:port of each service by its name; those that are not named are not asked.
         streams: host:port of a block server's data plane.
         fingerprint: of what it computes.
     """
@@ -114,7 +114,7 @@ async def outcomes(places: Places, asker: Asker, folder: Path) -> dict[str, str]
     own = folder / asker.name
     own_files = own if own.exists() else None
     found = await asyncio.gather(
-        *(_ask_service(places, service, own_files) for service in _SERVICES),
+        *(_ask_service(places, service, own_files) for service in _SERVICES if service.name in places.services),
         *(_send(places, kind, asker.role, own_files) for kind in FRAMES),
     )
     return {name: outcome for part in found for name, outcome in part.items()}

@@ -37,6 +37,7 @@ from corolla.router.store import Store
 from corolla.trust.authority import Authority
 from corolla.trust.credentials import CERTIFICATE_FILE
 from corolla.trust.workload import Role, Workload
+from tests.architecture.sources import ROOT
 from tests.charts.rendering import (
     ADMISSION_API,
     ALL_APIS,
@@ -69,6 +70,11 @@ ci_values = pytest.mark.parametrize("file", CI_VALUES, ids=lambda file: file.ste
 def test_the_chart_renders(file: Path, kubernetes: str) -> None:
     kinds = {each["kind"] for each in render(files=[file], kubernetes=kubernetes)}
     assert {"Deployment", "Service", "NetworkPolicy", "PodDisruptionBudget", "ServiceMonitor"} <= kinds
+
+
+def test_the_chart_takes_the_values_of_the_tests_in_a_cluster() -> None:
+    pods = of_kind(render(files=[ROOT / "tests" / "cluster" / "values.yaml"]), "Deployment", "StatefulSet")
+    assert {"rel-corolla-block-server-front", "rel-corolla-router"} <= {each["metadata"]["name"] for each in pods}
 
 
 @ci_values

@@ -12,7 +12,6 @@ METRICS: Final = release.METRICS_PORT
 ROUTER: Final = 50050
 DATA: Final = 50052
 CONTROL: Final = 50053
-ADMIN: Final = 50054
 ISSUER: Final = 50054
 REDIS: Final = 6379
 
@@ -79,7 +78,7 @@ CALLERS: Final = frozenset({CALLER.name, TESTER.name})
 PORTS: Final = (
     *((target, METRICS) for target in ("client", "block-server", "router", "issuer")),
     ("client", PUBLIC), ("router", ROUTER), ("redis", REDIS), ("issuer", ISSUER),
-    *(("block-server", port) for port in (DATA, CONTROL, ADMIN)),
+    *(("block-server", port) for port in (DATA, CONTROL)),
 )  # fmt: skip
 """All that listens."""
 
