@@ -401,20 +401,21 @@ def picked_attention(
         mask = attention_mask & torch.zeros_like(attention_mask).scatter(-1, picked[None, None], True)
         output, _ = sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)
         return output, None
-    weights = _Weights(module)
-    own = weights.queries(query[0]).float() * scaling
-    latents, rotated, is_seen = key[0, 0], value[0, 0], attention_mask[0, 0]
-    if picked.shape[1] == len(latents):
-        (summed,), _ = _shared_keys(own, latents.float(), rotated.float(), _bias_of(is_seen))
-    else:
-        of_tokens = (
-            _shared_keys(
-                own[:, at, None], latents[seen].float(), rotated[seen].float(), _bias_of(is_seen[at, None, seen])
-            )[0][0]
-            for at, seen in enumerate(picked)
-        )
-        summed = torch.cat([*of_tokens], dim=1)
-    return weights.outputs(summed.to(query.dtype)), None
+    weights, latents, rotated, is_seen = _Weights(module), key[0, 0], value[0, 0], attention_mask[0, 0]
+    bytes_of_query = _bytes_of_queries(query.shape[1], latents.shape[-1] + rotated.shape[-1], 1)
+    outputs, num_at_once = list[Tensor](), max(1, MAX_EXPANDED_BYTES // bytes_of_query)
+    for part in (slice(start, start + num_at_once) for start in range(0, num_queries, num_at_once)):
+        own = weights.queries(query[0, :, part]).float() * scaling
+        if picked.shape[1] == len(latents):
+            (summed,), _ = _shared_keys(own, latents.float(), rotated.float(), _bias_of(is_seen[part]))
+        else:
+            of_tokens = (
+                _shared_keys(own[:, at, None], latents[seen].float(), rotated[seen].float(), _bias_of(sees[None, seen]))
+                for at, (seen, sees) in enumerate(zip(picked[part], is_seen[part], strict=True))
+            )
+            summed = torch.cat([output[0] for output, _ in of_tokens], dim=1)
+        outputs.append(weights.outputs(summed.to(query.dtype)))
+    return torch.cat(outputs, dim=1), None
 
 
 def _bias_of(is_seen: Tensor) -> Tensor:
