@@ -118,8 +118,9 @@ def test_the_head_may_be_packed_and_modules_may_be_left_as_they_are(tmp_path: Pa
     assert_equal(*make_packed_checkpoint("qwen2", tmp_path, FORMATS[name](), plain=plain, with_head=True))
 
 
-def test_a_tied_head_has_the_embedding(tmp_path: Path) -> None:
-    assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS["gptq"](), changes={"tie_word_embeddings": True}))
+@pytest.mark.parametrize("name", quick(["gptq", "fp8-blocks", "w8a8"], "gptq"))
+def test_a_tied_head_has_the_embedding(tmp_path: Path, name: str) -> None:
+    assert_equal(*make_packed_checkpoint("llama", tmp_path, FORMATS[name](), changes={"tie_word_embeddings": True}))
 
 
 @pytest.mark.parametrize(

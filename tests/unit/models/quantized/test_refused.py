@@ -322,6 +322,10 @@ NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
          "The weight layers.0.self_attn.q_proj.qweight is stored as I32, and neither config.json nor "
          "hf_quant_config.json, quantize_config.json, quant_config.json says how to read it; give the original "
          "checkpoint, or one that describes its quantisation."),
+        ("fp8-blocks", forget_quantization,
+         "The weight layers.0.self_attn.q_proj.weight is stored as F8_E4M3, and neither config.json nor "
+         "hf_quant_config.json, quantize_config.json, quant_config.json says how to read it; give the original "
+         "checkpoint, or one that describes its quantisation."),
     ],
 )  # fmt: skip
 def test_a_bad_packed_checkpoint_is_refused(
