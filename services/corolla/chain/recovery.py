@@ -459,7 +459,7 @@ class OpenSequences:
                 await recover(failure)
 
     def _look_after(self, num_tokens: int, texts: Callable[[], Sequence[TextDigests]]) -> None:
-        """Names standbys for the hops, and renews their capabilities, where that is due.
+        """Names standbys for the hops where that is due, and renews capabilities.
 
         Args:
             num_tokens: how many tokens the sequences have together, or are about to have.
@@ -468,6 +468,11 @@ class OpenSequences:
         binding = self._binding
         if num_tokens >= binding.standbys.due_at:
             self._standbys.cover(binding, texts(), num_tokens)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Sends the hops fresh capabilities where that is due. Each chunk asks: a long prompt may take hours."""
+        binding = self._binding
         if binding.must_renew(time_s()):
             options = binding.open_options
             for identity in binding.identities:

@@ -426,6 +426,7 @@ class ChainSession(OpenSequences):
             start = 0
             while True:
                 await window.make_room()
+                self._renew()
                 # A hop does not interrupt a chunk, so chunks are smaller while sessions decode on the chain.
                 is_shared = self._plane.has_ring(self.chain.hops)
                 most = self._limits.chunk_tokens(self._binding.max_step_tokens, during_decode=is_shared)

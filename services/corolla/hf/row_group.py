@@ -242,6 +242,7 @@ class RowGroup(OpenSequences):
         with StepWindow(len(self.chain.hops), self._limits.step_timeout_s, keep) as window:
             for start in range(0, max(len(row.hidden) for row in rows), chunk_tokens):
                 await window.make_room()
+                self._renew()
                 window.add(*self._send(rows, start, chunk_tokens))
             await window.drain()
         return [_joined(parts, row.hidden) for parts, row in zip(results, rows, strict=True)]
