@@ -136,7 +136,7 @@ class Rows:
         query, key = torch.split(keys, heads.num_key_heads, dim=1)
         value = value.view(num_tokens, heads.num_heads, heads.value_size)
         rate, decay = part.rates_and_decays(rates, decays)
-        none = torch.zeros(1, heads.num_heads, heads.key_size, heads.value_size)
+        none = torch.zeros(1, heads.num_heads, heads.key_size, heads.value_size, dtype=torch.float32)
         held = [_recurrent(state, none) for state in states]
         output, after = run_delta_rule(held, self.bounds, query, key, value, decay, rate, scaling=heads.key_size**-0.5)
         self.keep(part.layer, [LayerState(*each) for each in zip(windows, after, strict=True)])
@@ -165,7 +165,7 @@ class Rows:
         key, query = (each.view(num_tokens, heads.num_key_heads, -1) for each in (key, query))
         lengths = apart(functional.softplus, steps.float() + part.offset)
         value = value.view(num_tokens, heads.num_heads, -1)
-        none = torch.zeros(1, heads.num_heads, heads.value_size, heads.key_size)
+        none = torch.zeros(1, heads.num_heads, heads.value_size, heads.key_size, dtype=torch.float32)
         output, after = run_state_space(
             [_recurrent(state, none) for state in states],
             self.bounds, query, key, value * lengths.unsqueeze(-1), apart(torch.exp, lengths * part.factor),

@@ -146,7 +146,7 @@ def barred(allowed: Sequence[bytes], num_logits: int, device: torch.device) -> T
 def _barred_of_byte(device: torch.device) -> Tensor:
     """A float32 `[256, 8]` table: for each value of a byte, 0 or minus Inf for each of its eight bits."""
     bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
-    return torch.zeros(256, 8).masked_fill(bits == 0, -torch.inf).to(device)
+    return torch.zeros(256, 8, dtype=torch.float32).masked_fill(bits == 0, -torch.inf).to(device)
 
 
 Logprobs = tuple[float, tuple[tuple[int, float], ...]]

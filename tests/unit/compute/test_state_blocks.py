@@ -95,6 +95,25 @@ def test_a_row_has_the_same_bits_in_every_mixture(
     assert torch.equal(found[1:], whole[1])
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+def test_a_load_in_another_thread_that_changes_torchs_default_type_changes_no_state(
+    tmp_path: Path, family: str
+) -> None:
+    runner = runner_of(tmp_path, family, torch.float32)
+    hidden = torch.randn(70, runner.model.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def computed() -> Tensor:
+        return runner.forward([RowWork(runner.new_cache(), 0, len(hidden))], hidden, SPAN)
+
+    expected = computed()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = computed()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
 def test_a_function_of_wide_rows_gives_a_row_the_same_bits_in_several_threads() -> None:
     rows, before = torch.randn(7, 11_000, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
     torch.set_num_threads(3)

@@ -74,7 +74,7 @@ class GgufTensors(Mapping[str, "LazyTensor | Tensor"]):
     def __getitem__(self, name: str) -> "LazyTensor | Tensor":
         """The weight `name`; a bias that the file lacks is a float32 tensor `[out]` on the CPU."""
         zeros = self._zeros.get(name)
-        return LazyTensor(self, name) if zeros is None else torch.zeros(zeros)
+        return LazyTensor(self, name) if zeros is None else torch.zeros(zeros, dtype=torch.float32)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stored
