@@ -16,6 +16,8 @@ class RouterIntervals:
             move. Servers that start together are ready within this time.
         between_moves_s: The time between a move and another one that only makes blocks faster. It is longer than most
             servers need to load their blocks, and doubles while the servers stay the same.
+        return_s: The time within which a lost server is expected to have registered again. So long, no other one leaves
+            blocks that it alone holds.
         takeover_s: The time between two looks for lost spans, while servers keep some of them in addition to their own.
         list_pods_s: The time after which the watched pods are listed anew, in case the watch missed a change.
         kubernetes_answer_s: How long an answer of the Kubernetes API may take.
@@ -27,6 +29,7 @@ class RouterIntervals:
     read_whole_s: float = 5.0
     settle_s: float = 2.0
     between_moves_s: float = 60.0
+    return_s: float = 60.0
     takeover_s: float = 0.1
     list_pods_s: float = 30.0
     kubernetes_answer_s: float = 5.0

@@ -8,14 +8,15 @@ A server moves to the longest spans that it can hold, since a chain may use a pa
 where embedding or head need room, so a server shrinks or grows as it moves.
 """
 
+import math
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Final, NamedTuple
 
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, longest_spans
-from corolla.wire.span import Span
+from corolla.wire.span import Span, gaps
 
 MAX_LAYOUTS: Final = 4000
 """The search ends after so many layouts: small pools have fewer, and larger ones take some tenths of a second."""
@@ -115,8 +116,43 @@ class _Layout:
         return sum(count // 2 for count in num_lone.values())
 
 
+class Interruptions:
+    """Decides when servers may leave blocks that they alone hold: not soon after a loss, which may not last.
+
+    A server that crashed or is replaced registers again before it reads its blocks. And a store that has lost its data
+    names few servers for a while.
+
+    Args:
+        return_s: Within so many seconds, a lost server is expected to have registered again.
+    """
+
+    def __init__(self, return_s: float) -> None:
+        self._return_s = return_s
+        # When the servers of each model and fingerprint last held all blocks.
+        self._whole_s: dict[tuple[str, str], float] = {}
+
+    def look(self, model: str, groups: Mapping[str, Sequence[Member]], num_blocks: int, now_s: float) -> None:
+        """Notes which servers of a model hold all blocks. Must be called often, with all that stay, by fingerprint."""
+        self._whole_s = {key: whole_s for key, whole_s in self._whole_s.items() if now_s < whole_s + self._return_s}
+        for fingerprint, members in groups.items():
+            if not gaps((each.hosted.span for each in members), Span(0, num_blocks)):
+                self._whole_s[model, fingerprint] = now_s
+
+    def saw_nothing(self, now_s: float) -> None:
+        """Notes that the store did not answer: servers may have been lost, and may return, until now."""
+        self._whole_s = dict.fromkeys(self._whole_s, now_s)
+
+    def may_begin(self, model: str, fingerprint: str, now_s: float) -> bool:
+        return now_s >= self._whole_s.get((model, fingerprint), -math.inf) + self._return_s
+
+
 def next_move(
-    members: Sequence[Member], num_blocks: int, *, min_gain: float, max_layouts: int = MAX_LAYOUTS
+    members: Sequence[Member],
+    num_blocks: int,
+    *,
+    min_gain: float,
+    max_layouts: int = MAX_LAYOUTS,
+    may_interrupt: bool = True,
 ) -> Move | None:
     """Returns the first move on a shortest way to the best layout; None if that layout gains too little.
 
@@ -139,11 +175,12 @@ def next_move(
         min_gain: The fraction by which the slowest block must become faster, unless the layout covers more blocks or
             makes a pair.
         max_layouts: The approximate number of layouts to search.
+        may_interrupt: Whether a server may leave blocks that it alone holds; see `Interruptions`.
     """
     pool = Pool(members, num_blocks)
     present = pool.worth(pool.layout)
     goal, step = _search(pool, max_layouts, may_interrupt=False)
-    if goal[0] < num_blocks:
+    if goal[0] < num_blocks and may_interrupt:
         whole, first = _search(pool, max_layouts, may_interrupt=True)
         if whole[0] == num_blocks:
             goal, step = whole, first

@@ -18,7 +18,7 @@ from corolla.router.cluster.connection import ClusterConnection
 from corolla.router.intervals import USUAL_INTERVALS, RouterIntervals
 from corolla.router.metrics import RouterMetrics
 from corolla.router.quotas import Quotas
-from corolla.router.rebalancing import Member, Move, next_move
+from corolla.router.rebalancing import Interruptions, Member, Move, next_move
 from corolla.router.registry import Registry
 from corolla.router.roster import Roster
 from corolla.router.servicer import RouterServicer
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"]
 
 
-_Advice = tuple[Sequence[Member], Move | None]
+_Advice = tuple[Sequence[Member], bool, Move | None]
 
 
 @dataclass(eq=False, repr=False)
@@ -52,8 +52,12 @@ class Rebalancer:
     metrics: RouterMetrics
     min_gain: float
     intervals: RouterIntervals
-    # The members and the best move at the last look, by model and fingerprint.
+    # The members at the last look, whether they might interrupt answers, and the best move; by model and fingerprint.
     _advice: dict[tuple[str, str], _Advice] = field(init=False, default_factory=dict)
+    _interruptions: Interruptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._interruptions = Interruptions(self.intervals.return_s)
 
     async def run(self) -> None:
         """Looks at the placements of all models again and again, for ever."""
@@ -63,6 +67,7 @@ class Rebalancer:
                     await self._look(roster)
             except CorollaError:
                 self._advice.clear()
+                self._interruptions.saw_nothing(asyncio.get_running_loop().time())
             await asyncio.sleep(self.intervals.settle_s)
 
     async def run_takeovers(self) -> None:
@@ -88,17 +93,23 @@ class Rebalancer:
 
     async def _look(self, roster: Roster) -> None:
         """Orders a model's best move if it was also the best one at the last look."""
-        groups = roster.members() if roster.is_settled else {}
+        now_s, groups = asyncio.get_running_loop().time(), roster.members()
+        self._interruptions.look(roster.model, groups, roster.num_blocks, now_s)
+        if not roster.is_settled:
+            groups = {}
         for key in [key for key in self._advice if key[0] == roster.model and key[1] not in groups]:
             del self._advice[key]
         for fingerprint, members in groups.items():
             key = (roster.model, fingerprint)
-            before, advised = self._advice.get(key, ((), None))
-            if members == before:
+            may_interrupt = self._interruptions.may_begin(*key, now_s)
+            *before, advised = self._advice.get(key, ((), False, None))
+            if [members, may_interrupt] == before:
                 move = advised
             else:
-                move = await asyncio.to_thread(next_move, members, roster.num_blocks, min_gain=self.min_gain)
-            self._advice[key] = (members, move)
+                move = await asyncio.to_thread(
+                    next_move, members, roster.num_blocks, min_gain=self.min_gain, may_interrupt=may_interrupt
+                )
+            self._advice[key] = (members, may_interrupt, move)
             pause_ms = round(self.intervals.between_moves_s * 1000)
             if move is not None and move == advised and await self.registry.order(roster, move, pause_ms):
                 self.metrics.move_ordered(roster.model, covers=move.covers)

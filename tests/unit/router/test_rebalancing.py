@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corolla.router.placement import ENOUGH, HostedSpan, WeightMemory, attainable, choose_span, throughput
-from corolla.router.rebalancing import MAX_LAYOUTS, Member, Move, Pool, are_few_and_unlike, next_move
+from corolla.router.rebalancing import MAX_LAYOUTS, Interruptions, Member, Move, Pool, are_few_and_unlike, next_move
 from corolla.router.roster import Roster
 from corolla.v1 import common_pb2
 from corolla.v1 import router_pb2 as pb
@@ -106,10 +106,12 @@ def best_reachable(members: Sequence[Member], num_blocks: int) -> Worth:
     return interrupted if interrupted[0] == num_blocks else best
 
 
-def follow(members: Sequence[Member], num_blocks: int, min_gain: float = 0.0, **limits: int) -> list[list[Member]]:
+def follow(
+    members: Sequence[Member], num_blocks: int, min_gain: float = 0.0, max_layouts: int = MAX_LAYOUTS
+) -> list[list[Member]]:
     """The layouts that moves lead through, the first one included; checks each move's conditions."""
     way = [list(members)]
-    while (move := next_move(way[-1], num_blocks, min_gain=min_gain, **limits)) is not None:
+    while (move := next_move(way[-1], num_blocks, min_gain=min_gain, max_layouts=max_layouts)) is not None:
         mover = next(each for each in way[-1] if each.server_id == move.server_id)
         assert mover.is_movable
         assert move.span != mover.hosted.span
@@ -281,6 +283,25 @@ def test_a_server_grows_where_blocks_are_missing() -> None:
     members = [member(0, Span(3, 5), 10.0, capacity=3), member(1, Span(0, 2), 10.0)]
     assert next_move(members, 5, min_gain=0.25) == Move("s0", Span(2, 5), covers=True)
     assert next_move(members, 6, min_gain=0.25) is None, "another block would still be missing"
+    assert next_move(members, 5, min_gain=0.25, may_interrupt=False) is None, "a lost server may return"
+
+
+def test_no_server_leaves_blocks_alone_soon_after_a_loss() -> None:
+    first, last = member(0, Span(0, 2), 10.0), member(1, Span(2, 5), 10.0)
+    interruptions = Interruptions(60.0)
+    interruptions.look("model", {"a": [first]}, 5, 0.0)
+    assert interruptions.may_begin("model", "a", 0.0), "these never held all blocks"
+    interruptions.look("model", {"a": [first, last], "b": [last]}, 5, 1.0)
+    interruptions.look("model", {}, 5, 2.0)
+    interruptions.look("model", {"a": [first], "b": [last]}, 5, 3.0)
+    assert not interruptions.may_begin("model", "a", 60.9)
+    assert interruptions.may_begin("model", "b", 3.0)
+    assert interruptions.may_begin("another", "a", 3.0)
+    assert interruptions.may_begin("model", "a", 61.0)
+    interruptions.saw_nothing(300.0)
+    interruptions.look("model", {"a": [first]}, 5, 301.0)
+    assert not interruptions.may_begin("model", "a", 359.9), "the store may have lost its data meanwhile"
+    assert interruptions.may_begin("model", "a", 360.0)
 
 
 def test_a_server_does_not_grow_for_nothing() -> None:
