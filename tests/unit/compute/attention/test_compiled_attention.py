@@ -162,9 +162,13 @@ def test_bounded_scores_and_sinks_are_right(softcap: float | None, has_sinks: bo
                 assert (output - rows.expected(number, num_new)).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("num_new", [1, 7, 33])
-def test_a_row_is_the_same_in_every_bit_in_whatever_company_and_place(num_new: int, num_threads: int) -> None:
-    rows = Rows([40, 2100, 1300, 37])
+@pytest.mark.parametrize(
+    "num_new, softcap, has_sinks", [(1, None, False), (7, 30.0, True), (33, None, True), (33, None, False)]
+)
+def test_a_row_is_the_same_in_every_bit_in_whatever_company_and_place(
+    num_new: int, softcap: float | None, has_sinks: bool, num_threads: int
+) -> None:
+    rows = Rows([40, 2100, 1300, 37], softcap=softcap, has_sinks=has_sinks)
     alone = [rows.attended([number], num_new)[0] for number in range(4)]
     torch.set_num_threads(3 - num_threads)
     hole = rows.store.new_cache()
