@@ -286,7 +286,7 @@ def _norms(layer: FusedLayer) -> tuple[Any, ...]:
 def _lies_in_panels(projection: Projection) -> bool:
     if not isinstance(projection, DenseLinear | PackedLinear) or projection.layout is None:
         return False
-    # Modules put inputs into the order of columns.
+    # Only modules put inputs into another order of columns.
     return projection.panels is not None and getattr(projection, "order", None) is None
 
 
