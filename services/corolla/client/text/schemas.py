@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
-from urllib.parse import unquote
+from urllib.parse import unquote, urldefrag, urljoin
 
 from pydantic_core import from_json
 
@@ -180,6 +180,7 @@ class _Reader:
         self._unreadable = unreadable
         self._num_parts = 0
         self._num_steps = 0
+        self._ids = dict(_ids(self._root))
         self._definitions: dict[str, Any] = {}
         self._references: dict[tuple[Any, ...], str] = {}
         self._unmade: deque[tuple[str, Callable[[], Any]]] = deque()
@@ -414,22 +415,25 @@ class _Reader:
         return {name: listed for name, listed in tags.items() if name in required}
 
     def _target(self, reference: _Placed) -> _Placed | None:
-        """The schema at the place that a `$ref` names, such as `#/$defs/User`; None if there is none.
-
-        Schemas are not found by addresses and anchors; in a schema with an address of its own, places are others.
-        """
-        path, value = reference.value, self._root.value
-        for step in reference.place:
-            value = value[int(step)] if isinstance(value, list) else value[step]
-            if isinstance(value, dict) and isinstance(value.get("$id"), str):
-                return None
-        if not (path == "#" or path.startswith("#/")):
+        """The schema that a `$ref` names; None if the whole schema does not hold it."""
+        address, fragment = _address(self._base_of(reference), reference.value)
+        if (found := self._ids.get((address, ""))) is None:
             return None
+        if not fragment.startswith("/"):
+            return self._ids.get((address, fragment))
         try:
-            steps = path[2:].split("/") if path != "#" else ()
-            return self._root.at(*(unquote(step).replace("~1", "/").replace("~0", "~") for step in steps))
+            return found.at(*(unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment[1:].split("/")))
         except (KeyError, IndexError, ValueError, TypeError):
             return None
+
+    def _base_of(self, part: _Placed) -> str:
+        """The address to which references in this part are relative."""
+        base, value = "", self._root.value
+        for step in part.place:
+            if isinstance(value, dict) and isinstance(own := value.get("$id"), str):
+                base = _address(base, own)[0]
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        return base
 
     # --- a schema without others in its place --------------------------------------------------------------------
 
@@ -598,3 +602,33 @@ def _conditional(leaf: _Placed) -> Iterator[_Placed]:
     for name in ("dependentSchemas", "dependencies"):
         if isinstance(many := leaf.value.get(name), dict):
             yield from (leaf.at(name, each) for each, value in many.items() if isinstance(value, dict))
+
+
+def _ids(root: _Placed) -> Iterator[tuple[tuple[str, str], _Placed]]:
+    """Yields each schema that has a name by `$id` or an anchor, with its address and the name of its fragment."""
+    parts: list[tuple[_Placed, str]] = [(root, "")]
+    yield ("", ""), root
+    while parts:
+        part, base = parts.pop()
+        value = part.value
+        if isinstance(value, dict):
+            if isinstance(given := value.get("$id"), str):
+                base, fragment = _address(base, given)
+                yield (base, fragment), part
+            for name in ("$anchor", "$dynamicAnchor"):
+                if isinstance(given := value.get(name), str):
+                    yield (base, given), part
+            parts += [(part.at(name), base) for name in value if name not in ("enum", "const", "default", "examples")]
+        elif isinstance(value, list):
+            parts += [(each, base) for each in part.each]
+
+
+def _address(base: str, reference: str) -> tuple[str, str]:
+    """The address and the fragment that a reference means where `base` is the address of what contains it."""
+    if reference.startswith("#"):
+        return base, reference[1:]
+    try:
+        address, fragment = urldefrag(urljoin(base, reference))
+    except ValueError:
+        return reference, ""
+    return address, fragment

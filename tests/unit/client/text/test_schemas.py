@@ -89,8 +89,13 @@ TABLE: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         of({"$ref": "#/$defs/a~1b%20~0"}, **{"$defs": {"a/b ~": {"properties": {'"\\é\n': NUMBER}}}}),
         either({'"\\é\n': 1}), either({"e": 1}),
     ),
-    "a place in a schema with an address": (
-        of({"$ref": "#/$defs/U"}, **{"$id": "http://x.example/s", "$defs": {"U": USER}}), either(EVE), either(MORE),
+    "an address": (
+        of({"$ref": "u#/properties/name"}, **{"$id": "http://x.example/s", "$defs": {"U": {"$id": "u", **USER}}}),
+        either("a"), either(1),
+    ),
+    "an address within another one": (
+        of({"$ref": "u"}, **{"$defs": {"V": TEXT, "U": {"$id": "u", "$ref": "#/$defs/V", "$defs": {"V": NUMBER}}}}),
+        either(1), either("a"),
     ),
     "names of a list": (
         of({"propertyNames": {"$ref": "#/$defs/K"}, "additionalProperties": NUMBER}, **{"$defs": {"K": KEYS}}),
