@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import logging
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _MOST_PEERS: Final = 4
 _MOST_FRAME_BYTES: Final = PART_BYTES + (64 << 10)
+_MOST_ABSENT: Final = 64
+"""A server that lacks so many parts in a row has hardly any of those wanted, and others are found."""
 
 _Result = TypeVar("_Result")
 FindPeers = Callable[[], Awaitable[Sequence[router_pb2.PlacedServer]]]
@@ -105,12 +107,14 @@ class PartFetcher:
         self._num_missing_bytes, self._num_fetched_bytes = len(wanted) * PART_BYTES, 0
         self._began_s = self._loop.time()
         self._note_progress()
+        lacked = defaultdict[str, set[PartNumber]](set)
         while wanted:
             num_wanted, in_order = len(wanted), sorted(wanted)
             links = await self._links()
             for number, link in enumerate(links):
                 first = number * num_wanted // len(links)
-                link.untried.extend(in_order[first:] + in_order[:first])
+                link.lacked = lacked[link.address]
+                link.untried.extend(each for each in in_order[first:] + in_order[:first] if each not in link.lacked)
             try:
                 workers = (self._take_parts(link, files, wanted) for link in links for _ in range(MOST_ASKED))
                 await asyncio.gather(*workers)
@@ -118,6 +122,7 @@ class PartFetcher:
                 for link in links:
                     link.stream.close()
             if len(wanted) == num_wanted:
+                lacked.clear()  # they may have fetched something meanwhile
                 await self._pause(_nothing_from(links))
             else:
                 self._note_progress()
@@ -217,6 +222,7 @@ class _Link:
     Attributes:
         is_over: nothing more is asked for here.
         untried: the parts that may be asked for here, each of them once.
+        lacked: those that the server said to lack.
     """
 
     def __init__(
@@ -230,6 +236,8 @@ class _Link:
         self.address = server.address
         self.is_over = False
         self.untried: deque[PartNumber] = deque()
+        self.lacked: set[PartNumber] = set()
+        self._num_absent = 0
         self._digest = digest
         self._timeout_s = timeout_s
         self._on_lie = on_lie
@@ -260,10 +268,24 @@ class _Link:
         self.stream.send(pb.Fetch(manifest=self._digest, file=number.file, part=number.part))
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await answer
+                content = await answer
         except TimeoutError:
             self.fail()
             return None
+        if content is not None:
+            self._num_absent = 0
+        elif not self.is_over:
+            self._lacks(number)
+        return content
+
+    def _lacks(self, number: PartNumber) -> None:
+        self.lacked.add(number)
+        self._num_absent += 1
+        if self._num_absent >= _MOST_ABSENT:
+            self.untried.clear()
+        elif self.untried:
+            # A server lacks whole runs of parts.
+            self.untried.rotate(random.randrange(len(self.untried)))
 
     def fail(self) -> None:
         """Ends the stream, and what is asked for. What still arrives does not count, since it may only be late."""
