@@ -64,8 +64,8 @@ MUTANTS: Final = (
     Mutant(
         "penalty_once",
         f"{_DECODING}/penalties.py",
-        "scores = scores - (counts * frequencies",
-        "scores = scores - ((counts > 0) * frequencies",
+        "scores = scores - (self._counts * frequencies",
+        "scores = scores - ((self._counts > 0) * frequencies",
         _SAMPLING_TESTS,
     ),
     Mutant(

@@ -279,39 +279,6 @@ async def held_iteration(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> Async
             may_end.set()
 
 
-async def test_block_server_refuses_an_open_without_room_during_an_iteration(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (status,) = await swarm.statuses()
-    num_tokens = status.num_pages * status.page_tokens
-    running, parked, other = (bytes([number]) * 16 for number in (1, 2, 3))
-    async with calling(swarm) as caller:
-        for session_id, max_tokens in ((running, num_tokens // 2), (parked, num_tokens // 4)):
-            caller.send(an_open(session_id=session_id, max_tokens=max_tokens))
-            assert isinstance(await caller.answer(), pb.Opened)
-        caller.send(a_step(session_id=parked))
-        await caller.result()
-        caller.send(pb.Truncate(session_id=parked, epoch=1, position=3, idle=True))
-        async with held_iteration(swarm, monkeypatch) as has_begun:
-            caller.send(a_step(session_id=running))
-            assert await asyncio.to_thread(has_begun.wait, 30)
-            # Also the idle session's pages would not do; and again, behind an open that waits for the iteration.
-            caller.send(an_open(request_id=2, session_id=other, max_tokens=num_tokens // 2 + 1))
-            caller.send(an_open(request_id=3, session_id=other, max_tokens=num_tokens // 4))
-            caller.send(an_open(request_id=4, session_id=b"x" * 16, max_tokens=num_tokens // 2 + 1))
-            for request_id in (2, 4):
-                refused = await caller.answer()
-                assert (type(refused), refused.reason, refused.request_id) == (pb.Fault, "OUT_OF_PAGES", request_id)
-            # What is released before its turn may be what it needs; so it is not refused, and waits.
-            caller.send(pb.Close(session_id=running, epoch=1))
-            caller.send(an_open(request_id=5, session_id=b"y" * 16, max_tokens=num_tokens // 2 + 1))
-            caller.send(an_open(request_id=6, session_id=b"z" * 16, max_tokens=num_tokens + 1))
-            assert (await caller.answer()).request_id == 6
-        answers = [await caller.answer() for _ in range(3)]
-        assert [type(answer) for answer in answers] == [pb.Result, pb.Opened, pb.Opened]
-        assert [answer.request_id for answer in answers[1:]] == [3, 5]
-
-
 async def test_steps_of_two_sessions_with_one_scratch_session_run_in_turn(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
