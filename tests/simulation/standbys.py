@@ -19,6 +19,8 @@ from tests.simulation.scenario import Fault
 
 SETTLED_S: Final = 1.0
 """So long after it was opened, and after the last start or death of a server, a session has standbys."""
+_MOST_BARE_S: Final = 0.5
+"""The longest time for which such a session is seen without one."""
 MOST_LAG: Final = 12
 """The most tokens that a standby lacks, apart from those of a part that waits or travels."""
 _JOBS_PER_PART: Final = 3
@@ -51,6 +53,8 @@ class StandbyInvariants:
         self._first_chains: dict[bytes, list[str]] = {}
         self._alive: list[str] = []
         self._unchanged_since_s = 0.0
+        # When a server was first seen without a standby for a session, by that session and the server's number.
+        self._bare_since_s: dict[tuple[bytes, int], float] = {}
         self.num_seen = 0
         self.num_used = 0
         scenario = cluster.scenario
@@ -91,9 +95,12 @@ class StandbyInvariants:
                 if each.number in held and held[each.number] is None
                 and not self._kinds(each.address) and _has_room(each)
             ]  # fmt: skip
-            if free:
+            # The client may just have opened the session again, and the standby with it.
+            since_s = self._bare_since_s.setdefault((session_id, own.number), self._cluster.loop.time())
+            if free and self._cluster.loop.time() - since_s >= _MOST_BARE_S:
                 self._fault(f"server {own.number} has no standby for a session, and server {free[0].number} is free")
             return
+        self._bare_since_s.pop((session_id, own.number), None)
         lag = session.position - max(each.cache.num_tokens for each in copies)
         numbers = [each.number for each in others if held.get(each.number) in copies]
         if lag > max(self._most_lag(session_id, own.number, number) for number in numbers):
