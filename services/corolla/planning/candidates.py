@@ -215,7 +215,7 @@ class Candidates:
         for server_id in news:
             each = placed[server_id]
             server, load, fingerprint = each.server, each.load, each.server.fingerprint
-            speed = load.decode_tokens_per_second or server.decode_tokens_per_second
+            speed = _claimed_speed(each)
             self._speeds[server_id] = fingerprint, speed
             if each.state == pb.SERVER_STATE_READY and self._fingerprint in ("", fingerprint):
                 self._said[server_id] = _Said(
