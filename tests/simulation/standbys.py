@@ -96,8 +96,9 @@ class StandbyInvariants:
                 and not self._kinds(each.address) and _has_room(each)
             ]  # fmt: skip
             # The client may just have opened the session again, and the standby with it.
-            since_s = self._bare_since_s.setdefault((session_id, own.number), self._cluster.loop.time())
-            if free and self._cluster.loop.time() - since_s >= _MOST_BARE_S:
+            now_s = self._cluster.loop.time()
+            since_s = self._bare_since_s.setdefault((session_id, own.number), now_s)
+            if free and now_s - since_s >= _MOST_BARE_S:
                 self._fault(f"server {own.number} has no standby for a session, and server {free[0].number} is free")
             return
         self._bare_since_s.pop((session_id, own.number), None)
