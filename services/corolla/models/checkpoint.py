@@ -290,7 +290,7 @@ class Checkpoint:
         return [sum(weight.numel() for weight in block.parameters()) for block in blocks]
 
     def _stored_blocks(self) -> set[int]:
-        """The numbers of the blocks of which there are tensors.
+        """Returns the numbers of the blocks that have tensors.
 
         A checkpoint may have several lists of blocks, such as one that predicts further tokens; the model's blocks are
         the longest list.

@@ -50,9 +50,9 @@ def without_weights(model_class: type[PreTrainedModel], config: PretrainedConfig
 
 
 def cut_class(model_class: type[PreTrainedModel], cut: Callable[[Any], None]) -> type[PreTrainedModel]:
-    """A subclass that calls `cut` with each instance once it is built, before any weight is read.
+    """Makes a subclass that calls `cut` with each instance once it is built, before any weight is read.
 
-    The subclass keeps the name and module of the family's class, by which transformers finds renamed stored tensors.
+    The subclass keeps the name and module of the family's class, since transformers finds renamed tensors by them.
     """
 
     def build_and_cut(self: Any, config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:

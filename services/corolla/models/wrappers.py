@@ -54,7 +54,7 @@ _JOINED_PARTS: Final = ("q_proj", "k_proj", "v_proj")
 
 
 class Form(enum.Enum):
-    """In which form files hold the tensors of a language model.
+    """The form in which files hold the tensors of a language model.
 
     Attributes:
         USUAL: by the names and in the shapes of transformers, perhaps with a wrapper's prefix.
